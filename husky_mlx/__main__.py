@@ -1,0 +1,6 @@
+"""``python -m husky_mlx CMD`` is the same as ``husky CMD``."""
+
+from husky_mlx.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""The KV cache: mlx-lm's, with buffers whose capacity stays put between rare, small growths.
+
+A fixed capacity is what lets one compiled step serve every token. The classes keep mlx-lm's names
+and states, so that saved prompt caches reload in stock mlx-lm and the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as stock
+
+from husky_mlx.device import require_memory
+from husky_mlx.errors import ContextLimitError
+
+STEP = 256  # mlx-lm's own growth: any other granularity would cost memory against it
+QUANTIZED_GROUP_SIZES = (128, 64, 32)
+QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
+
+
+def next_capacity(current: int, needed: int, limit: int | None = None) -> int:
+    """Rows to allocate so that ``needed`` fit: 256 more, past 2,048 at most an eighth more.
+
+    A first allocation is what the prompt needs, rounded up to 256. ``limit`` caps the result but
+    never below ``needed``.
+    """
+    if needed <= current:
+        return current
+    grown = current + current // 8 // STEP * STEP
+    target = max(-(-needed // STEP) * STEP, grown)
+    return max(needed, target if limit is None else min(target, limit))
+
+
+def check_limit(rows: int, limit: int | None) -> None:
+    """Raise ContextLimitError if ``rows`` tokens are more than the user allowed."""
+    if limit is not None and rows > limit:
+        raise ContextLimitError(f"{rows} tokens do not fit max_context={limit}")
+
+
+def check_growth(caches: Sequence[Any], tokens: int, row_bytes: int) -> None:
+    """Raise MemoryLimitError if appending ``tokens`` would grow the caches past the device.
+
+    ``row_bytes`` is the size of one token's keys and values in one layer. All layers are counted
+    before any is allocated, with one layer's old buffer alive beside its new one.
+    """
+    growth = largest = rows = 0
+    for cache in caches:
+        rows = cache.capacity_for(tokens)
+        growth += max(rows - cache.capacity(), 0) * row_bytes
+        largest = max(largest, cache.capacity() * row_bytes)
+    if growth:
+        require_memory(growth + largest, f"A KV cache of {rows:,} tokens")
+
+
+def _resized(buffer: mx.array, rows: int, capacity: int) -> mx.array:
+    """One copy of the first ``rows`` rows into a new buffer of ``capacity`` rows."""
+    live = buffer[..., :rows, :]
+    return mx.pad(live, [(0, 0), (0, 0), (0, capacity - rows), (0, 0)])
+
+
+class _FixedCapacity:
+    """Growth shared by the caches below, for buffers of shape (B, kv_heads, capacity, head_dim)."""
+
+    keys: mx.array | None
+    values: mx.array | None
+    limit: int | None = None
+    expected: int = 0
+
+    def expect(self, tokens: int) -> None:
+        """Say how many tokens are likely to come, so that the first buffers hold them."""
+        self.expected = tokens
+
+    def capacity(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def grow(self, rows: int, used: int, limit: int | None = None) -> None:
+        """Make room for ``rows`` rows in buffers that exist, keeping the first ``used``."""
+        assert self.keys is not None and self.values is not None
+        capacity = next_capacity(self.capacity(), rows, limit)
+        if capacity > self.capacity():
+            self.keys, self.values = (_resized(x, used, capacity) for x in (self.keys, self.values))
+
+    def allocate(self, keys: mx.array, values: mx.array, limit: int | None = None) -> None:
+        """First buffers, with room for ``keys`` and ``values`` (B, kv_heads, L, head_dim)."""
+        capacity = next_capacity(0, max(keys.shape[2], self.expected), limit)
+        self.keys, self.values = (
+            mx.zeros((*x.shape[:2], capacity, x.shape[3]), x.dtype) for x in (keys, values)
+        )
+
+    def make_room(self, keys: mx.array, values: mx.array, used: int) -> None:
+        """Allocate or grow so that ``keys`` and ``values`` fit behind the first ``used`` rows."""
+        rows = used + keys.shape[2]
+        check_limit(rows, self.limit)
+        if self.keys is None:
+            self.allocate(keys, values, self.limit)
+        else:
+            self.grow(max(rows, self.expected), used, self.limit)
+
+
+class KVCache(_FixedCapacity, stock.KVCache):
+    """All tokens of one sequence (or of several of equal length)."""
+
+    def __init__(self, limit: int | None = None):
+        super().__init__()
+        self.limit = limit
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append (B, kv_heads, L, head_dim) keys and values; returns views of the live rows."""
+        self.make_room(keys, values, self.offset)
+        return super().update_and_fetch(keys, values)
+
+    def capacity_for(self, tokens: int) -> int:
+        """Rows of the buffers once ``tokens`` more are in."""
+        rows = max(self.offset + tokens, self.expected)
+        return next_capacity(self.capacity(), rows, self.limit)
+
+    def begin_step(self) -> tuple[int, int]:
+        """Make room for one more row: returns its slot and the number of live rows with it."""
+        check_limit(self.offset + 1, self.limit)
+        self.grow(max(self.offset + 1, self.expected), self.offset, self.limit)
+        return self.offset, self.offset + 1
+
+    def end_step(self, keys: mx.array, values: mx.array) -> None:
+        """Take the buffers in which the step wrote its row."""
+        self.keys, self.values = keys, values
+        self.offset += 1
+
+    @property
+    def state(self) -> tuple[mx.array | None, mx.array | None, int]:
+        """Keys, values (views of the live rows) and their number."""
+        if self.keys is None:
+            return None, None, 0
+        return (*self.keys_and_values(), self.offset)
+
+    @state.setter
+    def state(self, state: tuple[mx.array | None, mx.array | None, int]) -> None:
+        self.keys, self.values, self.offset = state
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> stock.QuantizedKVCache:
+        """mlx-lm's quantized cache of the live rows.
+
+        Where ``group_size`` does not divide the head dimension the largest allowed one that does
+        is taken. Raises ValueError where none does, or for bits that MLX has not.
+        """
+        if self.keys is None or self.values is None:
+            return stock.QuantizedKVCache(group_size=group_size, bits=bits)
+        dims = (self.keys.shape[-1], self.values.shape[-1])
+        group_size = quantized_group_size(dims, group_size, bits)
+        cache = stock.QuantizedKVCache(group_size=group_size, bits=bits)
+        cache.keys, cache.values = (
+            mx.quantize(x, group_size=group_size, bits=bits) for x in self.keys_and_values()
+        )
+        cache.offset = self.offset
+        return cache
+
+    @classmethod
+    def merge(cls, caches: list[Any]) -> BatchKVCache:
+        return BatchKVCache.merge(caches)
+
+
+class RotatingKVCache(_FixedCapacity, stock.RotatingKVCache):
+    """The last ``max_size`` tokens, and the first ``keep``; rows are overwritten in a ring."""
+
+    def capacity_for(self, tokens: int) -> int:
+        """Rows of the buffers once ``tokens`` more are in; a prefill keeps a whole window a row."""
+        if tokens > 1:
+            return min(self.offset, self.max_size) + tokens
+        return next_capacity(self.capacity(), min(self.offset + 1, self.max_size), self.max_size)
+
+    def begin_step(self) -> tuple[int, int]:
+        """Make room for one more row: returns its slot and the number of live rows with it."""
+        assert self.keys is not None and self.values is not None
+        if self.capacity() > self.max_size:
+            surplus = self.capacity() - self.max_size
+            self.keys, self.values = (self._trim(surplus, x) for x in (self.keys, self.values))
+            self._idx = self.max_size
+        elif self.offset >= self.capacity() < self.max_size:
+            self.grow(self.offset + 1, self.capacity(), self.max_size)
+            self._idx = self.offset
+        if self._idx == self.max_size:
+            self._idx = self.keep
+        return self._idx, min(self.offset + 1, self.capacity())
+
+    def end_step(self, keys: mx.array, values: mx.array) -> None:
+        """Take the buffers in which the step wrote its row."""
+        self.keys, self.values = keys, values
+        self.offset += 1
+        self._idx += 1
+
+
+class BatchKVCache(_FixedCapacity, stock.BatchKVCache):
+    """Several left-padded sequences that share the next slot; ``offset`` has one entry a row."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append (B, kv_heads, L, head_dim) keys and values; returns views of the used rows."""
+        self.make_room(keys, values, self._idx)
+        return super().update_and_fetch(keys, values)
+
+    def capacity_for(self, tokens: int) -> int:
+        """Rows of the buffers once ``tokens`` more are in."""
+        return next_capacity(self.capacity(), self._idx + tokens, self.limit)
+
+    def begin_step(self) -> tuple[int, int]:
+        """Make room for one more row: returns its slot and the number of used rows with it."""
+        check_limit(self._idx + 1, self.limit)
+        self.grow(self._idx + 1, self._idx, self.limit)
+        return self._idx, self._idx + 1
+
+    def end_step(self, keys: mx.array, values: mx.array) -> None:
+        """Take the buffers in which the step wrote its row."""
+        self.keys, self.values = keys, values
+        self._idx += 1
+        self.offset = self.offset + 1
+
+    @classmethod
+    def merge(cls, caches: list[Any]) -> BatchKVCache:
+        empty = all(cache.size() == 0 for cache in caches)
+        merged = cls([0] * len(caches)) if empty else super().merge(caches)
+        merged.limit = getattr(caches[0], "limit", None)
+        return merged
+
+    def extract(self, idx: int) -> KVCache:
+        """One row as a cache of its own, without its padding (a copy)."""
+        cache = super().extract(idx)
+        adopt([cache])
+        cache.limit = self.limit
+        return cache
+
+
+_OURS: dict[type, type] = {
+    stock.KVCache: KVCache,
+    stock.RotatingKVCache: RotatingKVCache,
+    stock.BatchKVCache: BatchKVCache,
+}
+
+
+def adopt(caches: Sequence[Any]) -> None:
+    """Turn mlx-lm's caches into ours where they stand.
+
+    The objects change class instead of being replaced: mlx-lm slices the list (speculative
+    decoding) and its caller keeps the caches that it passed.
+    """
+    for cache in caches:
+        ours = _OURS.get(type(cache))
+        if ours is not None:
+            cache.__class__ = ours
+
+
+def quantized_group_size(dims: tuple[int, ...], group_size: int, bits: int) -> int:
+    """The KV group size to use for heads of ``dims``: the asked one, or the largest that divides.
+
+    Raises ValueError naming head_dim, group size or bits where none fits.
+    """
+    if bits not in QUANTIZED_BITS:
+        raise ValueError(f"kv_bits must be one of {QUANTIZED_BITS}, found {bits}")
+    for candidate in (group_size, *QUANTIZED_GROUP_SIZES):
+        if candidate in QUANTIZED_GROUP_SIZES and all(dim % candidate == 0 for dim in dims):
+            return candidate
+    raise ValueError(
+        f"a KV cache of head_dim {dims[0]} cannot be quantized: kv_group_size {group_size} does "
+        f"not divide it and neither does any of {QUANTIZED_GROUP_SIZES}"
+    )

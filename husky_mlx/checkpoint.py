@@ -1,0 +1,125 @@
+"""Checkpoints as one thing: a config and lazy weights under mlx-lm's parameter names, checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from safetensors import SafetensorError, safe_open
+
+from husky_mlx import gguf
+from husky_mlx.device import activation_dtype
+from husky_mlx.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+_LFS_POINTER = b"version https://git-lfs"
+_OTHER_FORMATS = ("pytorch_model*.bin", "consolidated*.safetensors", "consolidated*.pth", "*.gguf")
+
+
+@dataclass
+class Checkpoint:
+    """``config`` as in config.json, ``weights`` lazy, ``kind`` "safetensors" or "gguf"."""
+
+    path: Path
+    kind: str
+    config: dict[str, Any]
+    weights: dict[str, mx.array]
+    notes: list[str]
+
+
+def read(path: Path, model_config: Mapping[str, Any] | None = None) -> Checkpoint:
+    """Open a folder or a .gguf file; no weight is read yet.
+
+    ``model_config`` overrides fields of the config. Raises CheckpointError for files that are
+    missing, truncated or not what they are named, and UnsupportedModel for other GGUF kinds.
+    """
+    notes: list[str] = []
+    if path.is_file():
+        kind, config = "gguf", gguf.read_config(path)
+        weights = _one_dtype(gguf.read_weights(path))
+    elif path.is_dir():
+        kind, config = "safetensors", read_config(path)
+        weights = _read_safetensors(path, notes)
+    else:
+        raise CheckpointError(f"{path}: no such file or folder")
+    config.update(model_config or {})
+    if config.get("tie_word_embeddings") is None:
+        config["tie_word_embeddings"] = "lm_head.weight" not in weights
+    return Checkpoint(path, kind, config, weights, notes)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder, with the stop tokens of generation_config.json where it has any."""
+    config = _read_json(folder / "config.json")
+    if config is None:
+        raise CheckpointError(f"{folder / 'config.json'}: no such file, so this is not a model")
+    generation = folder / "generation_config.json"
+    try:
+        stop = (_read_json(generation) or {}).get("eos_token_id")
+    except CheckpointError:
+        stop = None  # mlx-lm ignores a damaged generation_config.json too
+    if stop:
+        config["eos_token_id"] = stop
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def _read_safetensors(folder: Path, notes: list[str]) -> dict[str, mx.array]:
+    files = sorted(folder.glob("model*.safetensors"))
+    weight_map = (_read_json(folder / INDEX) or {}).get("weight_map", {})
+    absent = sorted({name for name in weight_map.values() if not (folder / name).exists()})
+    if not files:
+        others = sorted(p.name for pattern in _OTHER_FORMATS for p in folder.glob(pattern))
+        found = f"found {', '.join(others)}" if others else "found no weights at all"
+        raise CheckpointError(f"{folder}: expected model*.safetensors, {found}")
+    weights: dict[str, mx.array] = {}
+    for file in files:
+        _check_file(file)
+        weights.update(mx.load(str(file)))  # type: ignore[arg-type]
+    if absent and not set(weight_map) <= set(weights):
+        raise CheckpointError(
+            f"{folder}: {INDEX} names {', '.join(absent)}, not there (incomplete download?)"
+        )
+    if absent:
+        notes.append(f"{INDEX} names files that are not there; the others are complete")
+    return weights
+
+
+def _check_file(file: Path) -> None:
+    with file.open("rb") as stream:
+        if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise CheckpointError(
+                f"{file}: a Git LFS pointer, not the weights; run `git lfs pull` in its repository"
+            )
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file}: truncated or not a safetensors file ({error}); download it again"
+        ) from error
+
+
+def _one_dtype(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Norms in the activation dtype: GGUF keeps them in float32, which would raise every sum."""
+    name = "model.embed_tokens"
+    stored = weights.get(f"{name}.scales", weights[f"{name}.weight"]).dtype
+    return {
+        key: value.astype(activation_dtype(stored)) if key.endswith("norm.weight") else value
+        for key, value in weights.items()
+    }

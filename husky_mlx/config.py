@@ -1,0 +1,201 @@
+"""The one description of a model's shape: read from config.json (or GGUF metadata), then frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from husky_mlx.errors import CheckpointError, UnsupportedModel
+from husky_mlx.rope import Rope, parse_rope
+
+SUPPORTED_MODEL_TYPES = ("llama", "mistral")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+# Fields that change what a llama-typed model computes, with the values that leave it a plain Llama.
+# Anything else in one of them is refused by name: ignoring it would answer, but wrongly.
+_PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": (None, "silu", "swish"),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "num_experts": (None, 0, 1),
+    "num_local_experts": (None, 0, 1),
+    "clip_qkv": (None,),
+    "qk_norm": (None, False),
+    "use_qk_norm": (None, False),
+    "no_rope_layers": (None, []),
+    "attention_multiplier": (None, 1, 1.0),
+    "embedding_multiplier": (None, 1, 1.0),
+    "residual_multiplier": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "quantize_activations": (None, False),
+    "model_file": (None,),
+}
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes and switches of one Llama-family model, under mlx-lm's names.
+
+    It is also ``model.args`` of the drop-in, so it answers to what mlx-lm's tools read there.
+    """
+
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope: Rope
+    layer_types: tuple[str, ...]
+    sliding_window: int | None = None
+    max_position_embeddings: int | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = True
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any], source: str = "config.json") -> LlamaConfig:
+        """Check a config.json (as a dict) and freeze it.
+
+        Raises CheckpointError for missing or impossible values and UnsupportedModel for a model
+        that is sound but not covered; each lists everything that it found, by field.
+        """
+        model_type = config.get("model_type")
+        if model_type not in SUPPORTED_MODEL_TYPES:
+            found = f"model_type is {model_type!r}, supported are {SUPPORTED_MODEL_TYPES}"
+            raise UnsupportedModel(source, [found])
+
+        sizes, malformed = _sizes(config)
+        rope, rope_malformed, unsupported = parse_rope(config)
+        malformed += rope_malformed
+        unsupported += [
+            f"{field} is {config[field]!r}, supported is {plain[-1]!r}"
+            for field, plain in _PLAIN_VALUES.items()
+            if field in config and config[field] not in plain
+        ]
+        layer_types, window = _attention_kinds(config, sizes, malformed, unsupported)
+        eps = config.get("rms_norm_eps")
+        if not isinstance(eps, int | float) or eps < 0:
+            malformed.append(f"rms_norm_eps must be a number, found {eps!r}")
+        if malformed:
+            raise CheckpointError(f"{source}: {'; '.join(malformed)}")
+        if unsupported:
+            raise UnsupportedModel(source, unsupported)
+        assert rope is not None and isinstance(eps, int | float)
+        tied = config.get("tie_word_embeddings")
+        return cls(
+            model_type=model_type,
+            **sizes,
+            rms_norm_eps=float(eps),
+            rope=rope,
+            layer_types=layer_types,
+            sliding_window=window,
+            max_position_embeddings=config.get("max_position_embeddings"),
+            attention_bias=bool(config.get("attention_bias")),
+            mlp_bias=bool(config.get("mlp_bias")),
+            tie_word_embeddings=True if tied is None else bool(tied),
+        )
+
+    @property
+    def rope_theta(self) -> float:
+        return self.rope.theta
+
+    @property
+    def rope_traditional(self) -> bool:
+        return self.rope.traditional
+
+    @property
+    def attention_scale(self) -> float:
+        return self.head_dim**-0.5
+
+    @property
+    def query_size(self) -> int:
+        """Width of the concatenated query heads."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_value_size(self) -> int:
+        """Width of the concatenated key (or value) heads."""
+        return self.num_key_value_heads * self.head_dim
+
+    def window_of(self, layer: int) -> int | None:
+        """The number of tokens that a layer sees, its own included; None for all of them."""
+        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+
+
+def _sizes(config: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
+    sizes: dict[str, int] = {}
+    malformed = []
+
+    def take(field: str, default: int | None = None) -> None:
+        value = config.get(field)
+        if value is None:
+            value = default
+        if value is None:
+            malformed.append(f"{field} is missing")
+        elif not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            malformed.append(f"{field} must be a whole number above 0, found {value!r}")
+        else:
+            sizes[field] = value
+
+    for field in (
+        "hidden_size",
+        "num_hidden_layers",
+        "intermediate_size",
+        "num_attention_heads",
+        "vocab_size",
+    ):
+        take(field)
+    heads = sizes.get("num_attention_heads")
+    take("num_key_value_heads", default=heads)
+    if config.get("head_dim") is None and heads and "hidden_size" in sizes:
+        if sizes["hidden_size"] % heads:
+            malformed.append(
+                f"hidden_size {sizes['hidden_size']} is not a multiple of num_attention_heads "
+                f"{heads} and there is no head_dim"
+            )
+        else:
+            sizes["head_dim"] = sizes["hidden_size"] // heads
+    else:
+        take("head_dim")
+    kv_heads = sizes.get("num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:
+        malformed.append(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    if sizes.get("head_dim", 2) % 2:
+        malformed.append(f"head_dim must be even for rotary embedding, found {sizes['head_dim']}")
+    return sizes, malformed
+
+
+def _attention_kinds(
+    config: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    malformed: list[str],
+    unsupported: list[str],
+) -> tuple[tuple[str, ...], int | None]:
+    layers = sizes.get("num_hidden_layers", 0)
+    window = config.get("sliding_window")
+    if config.get("use_sliding_window") is False:
+        window = None
+    kinds = config.get("layer_types")
+    if kinds is None:
+        # transformers trains Mistral with the window on every layer; LlamaForCausalLM has none.
+        slides = window is not None and config.get("model_type") == "mistral"
+        kinds = ["sliding_attention" if slides else "full_attention"] * layers
+    if len(kinds) != layers:
+        malformed.append(f"layer_types has {len(kinds)} entries for {layers} layers")
+    unknown = sorted({kind for kind in kinds if kind not in LAYER_TYPES})
+    if unknown:
+        unsupported.append(f"layer_types has {unknown}, supported are {LAYER_TYPES}")
+    if "sliding_attention" not in kinds:
+        return tuple(kinds), None
+    if not isinstance(window, int) or window <= 0:
+        malformed.append(f"sliding_window must be a whole number above 0, found {window!r}")
+        window = None
+    return tuple(kinds), window

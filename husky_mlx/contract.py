@@ -1,0 +1,118 @@
+"""What we rely on in the installed mlx-lm, checked before our classes are built on it."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+# (module, attribute, parameters that must be there, in this order, at the start)
+_FUNCTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (
+        "mlx_lm.utils",
+        "load",
+        (
+            "path_or_hf_repo",
+            "tokenizer_config",
+            "model_config",
+            "adapter_path",
+            "lazy",
+            "return_config",
+            "revision",
+            "trust_remote_code",
+        ),
+    ),
+    ("mlx_lm.utils", "load_adapters", ("model", "adapter_path")),
+    (
+        "mlx_lm.utils",
+        "load_tokenizer",
+        ("model_path", "tokenizer_config_extra", "eos_token_ids"),
+    ),
+    ("mlx_lm.utils", "infer_quant_config", ("path", "module", "weights")),
+    ("mlx_lm.generate", "generate_step", ("prompt", "model", "stream")),
+    (
+        "mlx_lm.generate",
+        "stream_generate",
+        ("model", "tokenizer", "prompt", "max_tokens", "draft_model", "stream"),
+    ),
+    ("mlx_lm.generate", "generate", ("model", "tokenizer", "prompt", "verbose")),
+    ("mlx_lm.generate", "wired_limit", ("model", "streams")),
+    (
+        "mlx_lm.models.base",
+        "scaled_dot_product_attention",
+        ("queries", "keys", "values", "cache", "scale", "mask"),
+    ),
+    ("mlx_lm.models.base", "create_attention_mask", ("h", "cache", "window_size")),
+)
+# (class in mlx_lm.models.cache, members that our subclasses build on)
+_CACHES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("KVCache", ("update_and_fetch", "keys_and_values", "state", "from_state", "trim", "merge")),
+    ("RotatingKVCache", ("update_and_fetch", "_trim", "state", "from_state", "merge")),
+    ("BatchKVCache", ("update_and_fetch", "prepare", "finalize", "filter", "extend", "extract")),
+    ("QuantizedKVCache", ("update_and_fetch", "state")),
+)
+_RESPONSE_FIELDS = (
+    "text",
+    "token",
+    "logprobs",
+    "from_draft",
+    "prompt_tokens",
+    "prompt_tps",
+    "generation_tokens",
+    "generation_tps",
+    "peak_memory",
+    "finish_reason",
+)
+_OUR_KEYWORDS = ("backend", "max_context", "max_kv_size", "fallback", "verbose")
+
+
+@functools.cache
+def violations() -> list[str]:
+    """Where the installed mlx-lm differs from what we build on, a sentence each."""
+    found = []
+    for module, name, expected in _FUNCTIONS:
+        function = getattr(importlib.import_module(module), name, None)
+        if function is None:
+            found.append(f"{module}.{name} is gone")
+            continue
+        parameters = tuple(inspect.signature(function).parameters)
+        if parameters[: len(expected)] != expected:
+            found.append(f"{module}.{name} takes {parameters}, expected {expected} first")
+    caches = importlib.import_module("mlx_lm.models.cache")
+    for name, members in _CACHES:
+        missing = [m for m in members if not hasattr(getattr(caches, name, None), m)]
+        if missing:
+            found.append(f"mlx_lm.models.cache.{name} has no {', '.join(missing)}")
+    response = importlib.import_module("mlx_lm.generate").GenerationResponse
+    absent = [f for f in _RESPONSE_FIELDS if f not in inspect.signature(response).parameters]
+    if absent:
+        found.append(f"mlx_lm.generate.GenerationResponse has no {', '.join(absent)}")
+    return found
+
+
+def entry_point(name: str) -> Callable[..., Any]:
+    """Our ``load``, ``generate`` or ``stream_generate``; mlx-lm's own under a broken contract."""
+    import mlx_lm
+
+    if not violations():
+        home = "loading" if name == "load" else "generation"
+        return getattr(importlib.import_module(f"husky_mlx.{home}"), name)
+    warnings.warn(
+        f"husky_mlx does not fit mlx-lm {mlx_lm.__version__} and uses stock mlx-lm instead: "
+        f"{'; '.join(violations())}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    stock = getattr(mlx_lm, name)
+    return _without_our_keywords(stock) if name == "load" else stock
+
+
+def _without_our_keywords(stock_load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock_load)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        return stock_load(*args, **{k: v for k, v in kwargs.items() if k not in _OUR_KEYWORDS})
+
+    return load

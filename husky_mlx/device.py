@@ -1,0 +1,84 @@
+"""What this process computes on: the target, its name, its memory, its fastest activation dtype."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+
+import mlx.core as mx
+import psutil
+
+from husky_mlx.errors import MemoryLimitError
+
+TARGETS = ("metal", "cuda", "cpu")
+
+
+def target() -> str:
+    """``metal``, ``cuda`` or ``cpu``, by MLX's default device."""
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def chip() -> str:
+    """The device's own name, as MLX reports it."""
+    return str(mx.device_info().get("device_name", "unknown device"))
+
+
+def activation_dtype(stored: mx.Dtype) -> mx.Dtype:
+    """The dtype that activations and the KV cache take for weights stored as ``stored``.
+
+    float32 on the CPU build: its 16-bit quantized matmul is several times slower there and off by
+    up to 6 % of the largest output (bfloat16).
+    """
+    if target() == "cpu" and stored in (mx.float16, mx.bfloat16):
+        return mx.float32
+    return stored
+
+
+@functools.cache
+def compile_problem() -> str | None:
+    """Why ``mx.compile`` cannot run here, or None.
+
+    MLX's CPU backend builds fused kernels with g++ in the temporary folder; without either, the
+    first compiled call would end the process's reply with an error.
+    """
+    if target() != "cpu":
+        return None
+    if shutil.which("g++") is None:
+        return "MLX's CPU build compiles with g++, which is not installed"
+    try:
+        probe = mx.compile(lambda x: mx.exp(x) * x)
+        mx.eval(probe(mx.ones((2,))))
+    except (RuntimeError, ValueError, OSError) as error:
+        return f"MLX could not compile here: {str(error).strip().splitlines()[0]}"
+    return None
+
+
+def memory_limit() -> int:
+    """Bytes that MLX should keep below: Metal's recommended working set, else the memory there is.
+
+    Off Metal MLX reports no recommendation: the limit is then the memory of the GPU, or of the
+    machine for the CPU build.
+    """
+    info = mx.device_info()
+    for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
+        if info.get(key):
+            return int(info[key])
+    return psutil.virtual_memory().total
+
+
+def require_memory(needed: int, purpose: str, advice: str = "") -> None:
+    """Raise MemoryLimitError if ``needed`` more bytes would pass ``memory_limit()``."""
+    limit, used = memory_limit(), mx.get_active_memory()
+    if used + needed <= limit:
+        return
+    raise MemoryLimitError(
+        f"{purpose} needs {megabytes(needed)}, but {megabytes(max(limit - used, 0))} of this "
+        f"device's {megabytes(limit)} are left. {advice}".rstrip()
+    )
+
+
+def megabytes(size: int) -> str:
+    """A size in bytes for people, in units of 10^6 bytes."""
+    return f"{size / 1e6:,.0f} MB" if size >= 1e6 else f"{size:,} bytes"

@@ -1,0 +1,41 @@
+"""The errors that this library raises on purpose. Each message is one complete sentence or list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class HuskyError(Exception):
+    """Base of every error raised on purpose; the command line prints it in one line."""
+
+
+class UnsupportedModel(HuskyError, ValueError):
+    """A model that the frozen graph does not cover, with the exact differences.
+
+    ``differences`` holds one sentence per field: what was found and what is supported.
+    """
+
+    def __init__(self, source: str, differences: Sequence[str]):
+        self.source = source
+        self.differences = list(differences)
+        listed = "; ".join(self.differences)
+        super().__init__(
+            f"{source}: not supported by husky_mlx: {listed}. "
+            'It may run on stock mlx-lm: load(..., backend="mlx") or --backend mlx.'
+        )
+
+
+class CheckpointError(HuskyError, ValueError):
+    """A damaged or inconsistent checkpoint: names the file or tensor, expected and found."""
+
+
+class SourceError(HuskyError, OSError):
+    """A model that could not be found or fetched: says what was tried and what to do."""
+
+
+class MemoryLimitError(HuskyError, MemoryError):
+    """An allocation that would not fit the device: need, have, and what would fit."""
+
+
+class ContextLimitError(HuskyError, ValueError):
+    """More tokens than ``max_context`` allows."""

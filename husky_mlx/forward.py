@@ -1,0 +1,251 @@
+"""mlx-lm's commands as ``husky CMD``: their own ``main``, our options taken out first.
+
+Only the standard library is imported here at the top, so that ``husky --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib
+import importlib.util
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from husky_mlx.errors import HuskyError
+
+if TYPE_CHECKING:
+    from husky_mlx.dropin import DropIn
+
+# Where mlx-lm's commands keep the names of models, once parsed.
+_MODEL_ARGUMENTS = ("model", "hf_path", "draft_model", "quantized_model")
+
+
+def debug_option(prog: str) -> argparse.ArgumentParser:
+    """The parser of the one option that every command has."""
+    parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def own_options(prog: str) -> argparse.ArgumentParser:
+    """The parser of the options that husky adds to the commands that load a model."""
+    parser = debug_option(prog)
+    group = parser.add_argument_group("options of husky")
+    group.add_argument(
+        "--backend",
+        choices=("husky", "mlx"),
+        help="the model class and loop that run: ours, or mlx-lm's (default: $HUSKY_BACKEND, "
+        "else husky)",
+    )
+    group.add_argument(
+        "--max-context",
+        type=_positive,
+        metavar="N",
+        help="the most tokens of prompt and reply together",
+    )
+    group.add_argument(
+        "--max-kv-size",
+        type=_positive,
+        metavar="N",
+        help="keep only the last N tokens in the key-value cache",
+    )
+    return parser
+
+
+def take_own(
+    argv: Sequence[str], theirs: argparse.ArgumentParser | None = None
+) -> tuple[list[str], list[str]]:
+    """Split a command line into ``(our options with their values, the rest)``, in order.
+
+    The value of an option of ``theirs`` is not mistaken for an option of ours: in
+    ``--prompt --debug`` the prompt is "--debug". An option that ``theirs`` also has stays there.
+    Without ``theirs``, everything from the first word that is not ours is the rest.
+    """
+    ours = own_options("husky")._option_string_actions
+    known = theirs._option_string_actions if theirs is not None else {}
+    own: list[str] = []
+    rest: list[str] = []
+    words = list(argv)
+    while words and words[0] != "--":
+        word = words.pop(0)
+        name = word.partition("=")[0]
+        if name in ours and name not in known:
+            own.append(word)
+            if ours[name].nargs is None and word == name:
+                own += words[:1]
+                del words[:1]
+        elif theirs is None:
+            words.insert(0, word)
+            break
+        elif word in known and known[word].nargs is None and words and words[0] in ours:
+            rest.append(f"{word}={words.pop(0)}")
+        else:
+            rest.append(word)
+    return own, rest + words
+
+
+def commands() -> dict[str, str]:
+    """mlx-lm's subcommands with the modules that hold them, from its own ``cli.py``.
+
+    The file is read, not imported: importing mlx_lm takes a second or more. Empty where mlx-lm is
+    missing or keeps its list elsewhere.
+    """
+    spec = importlib.util.find_spec("mlx_lm")
+    path = Path(spec.origin).with_name("cli.py") if spec and spec.origin else None
+    if path is None or not path.exists():
+        return {}
+    literals: dict[str, Any] = {}
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            with contextlib.suppress(ValueError):
+                literals[node.targets[0].id] = ast.literal_eval(node.value)
+    packages = literals.get("subpackages", {})
+    return {
+        name: ".".join(filter(None, ("mlx_lm", packages.get(name), name)))
+        for name in literals.get("subcommands", ())
+    }
+
+
+def forward(
+    command: str,
+    module: str,
+    before: Sequence[str],
+    arguments: Sequence[str],
+    settings: argparse.Namespace,
+) -> int:
+    """Run ``module.main()`` under the drop-in as ``husky COMMAND ARGUMENTS``; returns 0.
+
+    ``before`` holds our options that stood before the command; all of ours end up in
+    ``settings``. Whatever the command raises passes through.
+    """
+    from husky_mlx.dropin import DropIn
+
+    typed = sys.argv
+    with DropIn() as dropin:
+        try:
+            command_main = importlib.import_module(module).main
+        except ModuleNotFoundError as error:
+            raise HuskyError(
+                f"husky {command} needs the package {error.name!r}, which is not installed"
+            ) from error
+        sys.argv = [f"husky {command}", *arguments]
+        try:
+            with _parser_hook(command, before, settings, dropin):
+                command_main()
+        finally:
+            sys.argv = typed
+    return 0
+
+
+@contextlib.contextmanager
+def _parser_hook(
+    command: str, before: Sequence[str], settings: argparse.Namespace, dropin: DropIn
+) -> Iterator[None]:
+    """Take our options out of the first command line that is parsed, and act on them.
+
+    mlx-lm builds its parsers inside ``main``, and only they know which words are options and
+    which are the values of options.
+    """
+    stock = argparse.ArgumentParser.parse_args
+
+    def parse_args(parser, args=None, namespace=None):
+        argparse.ArgumentParser.parse_args = stock
+        parser.prog = f"husky {command}"
+        own, theirs = take_own(sys.argv[1:] if args is None else args, parser)
+        own_options(parser.prog).parse_args([*before, *own], namespace=settings)
+        has_window = "--max-kv-size" in parser._option_string_actions
+        if has_window and settings.max_kv_size is not None:
+            parser.set_defaults(max_kv_size=settings.max_kv_size)
+        parser.epilog = " ".join(filter(None, (parser.epilog, _note(has_window))))
+        parsed = stock(parser, theirs, namespace)
+        if has_window:
+            settings.max_kv_size = parsed.max_kv_size
+        _configure(dropin, command, settings, parser, parsed, theirs)
+        return parsed
+
+    argparse.ArgumentParser.parse_args = parse_args  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        argparse.ArgumentParser.parse_args = stock  # type: ignore[method-assign]
+
+
+def _configure(
+    dropin: DropIn,
+    command: str,
+    settings: argparse.Namespace,
+    parser: argparse.ArgumentParser,
+    parsed: argparse.Namespace,
+    words: Sequence[str],
+) -> None:
+    """Hand our options to the drop-in, and check early what mlx-lm would report late."""
+    from husky_mlx import sources
+    from husky_mlx.dropin import notice
+
+    has_window = "--max-kv-size" in parser._option_string_actions
+    dropin.backend = settings.backend
+    dropin.max_context = settings.max_context
+    dropin.max_kv_size = settings.max_kv_size
+    if settings.max_kv_size is not None and getattr(parsed, "draft_model", None):
+        # Speculation takes tokens back, which a rotating cache cannot; mlx-lm drops the value too.
+        dropin.max_kv_size = None
+        notice("--max-kv-size has no effect together with --draft-model")
+    elif dropin.chosen_backend == "mlx" and settings.max_kv_size and not has_window:
+        notice("--max-kv-size has no effect on mlx-lm's model class in this command")
+    if dropin.chosen_backend == "mlx" and settings.max_context is not None:
+        notice("--max-context has no effect on mlx-lm's model class")
+    model = parser._option_string_actions.get("--model")
+    if model is not None:
+        given = any(word.partition("=")[0] in model.option_strings for word in words)
+        dropin.announce = not given
+    # mlx-lm's save and prompt caches look up the name that they were given as a path.
+    for name in _MODEL_ARGUMENTS:
+        if getattr(parsed, name, None) in sources.ALIASES:
+            setattr(parsed, name, str(sources.resolve(getattr(parsed, name), notify=notice)))
+    if command == "server":
+        _check_server(parsed)
+
+
+def _check_server(parsed: argparse.Namespace) -> None:
+    """Fail before the server's threads start: mlx-lm's then hang on, answering nothing."""
+    from husky_mlx import sources
+    from husky_mlx.dropin import notice
+
+    if parsed.model is None:
+        notice("no --model given: mlx-lm's server has no default, each request must name its model")
+    else:
+        sources.resolve(parsed.model, config_only=True)
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        parsed.host, parsed.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            raise HuskyError(
+                f"cannot serve on {parsed.host}:{parsed.port}: {error.strerror}; "
+                "choose another with --port"
+            ) from error
+
+
+def _note(has_window: bool) -> str:
+    window = "" if has_window else "--max-kv-size N (only the last N tokens in the cache), "
+    return (
+        "With husky this command runs on husky_mlx's model class. It also takes --backend "
+        "{husky,mlx} (mlx: mlx-lm's class), --max-context N (the most tokens of prompt and reply "
+        f"together), {window}--debug (tracebacks), here or before the command. --model also takes "
+        "a .gguf file or the alias smollm2."
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, found {value}")
+    return value

@@ -1,0 +1,149 @@
+"""Reads llama-type GGUF files under mlx-lm's parameter names, every tensor at its own bits.
+
+llama.cpp stores the rows of q and k in the order of interleaved RoPE pairs. They are put back to
+the half-split order as whole rows of bytes, so that scales and biases move along.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from husky_mlx.errors import CheckpointError, UnsupportedModel
+from husky_mlx.gguf_blocks import BITS, GROUP_SIZE, unpack
+from husky_mlx.gguf_config import check_architecture, config_from
+from husky_mlx.gguf_file import BLOCK_TYPES, GGUFFile, Tensor
+
+TOP_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# RoPE tables: the first one becomes rope_scaling, the other repeats what rope_theta says.
+NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The file's metadata as a config.json-style dict, ``quantization`` included.
+
+    UnsupportedModel for another architecture, field or tensor type, each listed by name;
+    CheckpointError for a damaged file. Nothing is allocated for tensors.
+    """
+    file = _open(path)
+    config = config_from(file)
+    bits = {
+        parameter.removesuffix(".weight"): BITS[tensor.type_name]
+        for parameter, tensor in _parameters(file).items()
+        if tensor.type_name in BITS
+    }
+    if bits:
+        common = Counter(bits.values()).most_common(1)[0][0]
+        exceptions = {
+            module: {"group_size": GROUP_SIZE, "bits": own}
+            for module, own in bits.items()
+            if own != common
+        }
+        config["quantization"] = {"group_size": GROUP_SIZE, "bits": common, **exceptions}
+    return config
+
+
+def read_weights(path: Path) -> dict[str, mx.array]:
+    """All parameters under mlx-lm's names, in the file's types.
+
+    Floats keep their type and shape; Q4_0, Q4_1 and Q8_0 become ``.weight`` uint32, ``.scales``
+    and ``.biases`` float16 in groups of 32. Errors as for ``read_config``.
+    """
+    file = _open(path)
+    config = config_from(file)
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    weights: dict[str, mx.array] = {}
+    for parameter, tensor in _parameters(file).items():
+        rows = file.rows(tensor)
+        module, kind = parameter.rsplit(".", 1)
+        if count := heads.get(module.rsplit(".", 1)[-1]):
+            rows = _half_split(rows, count, f"{path}: tensor {tensor.name}")
+        parts = unpack(tensor.type_name, rows)
+        if tensor.type_name not in BITS:
+            weights[parameter] = parts["weight"].reshape(tensor.shape)
+        elif kind == "weight":
+            weights.update({f"{module}.{part}": array for part, array in parts.items()})
+        else:
+            raise CheckpointError(
+                f"{path}: tensor {tensor.name} is {tensor.type_name}; a bias must be a float type"
+            )
+    return weights
+
+
+def _open(path: Path) -> GGUFFile:
+    file = GGUFFile(path)
+    check_architecture(file)
+    return file
+
+
+def _parameters(file: GGUFFile) -> dict[str, Tensor]:
+    """Parameter name -> tensor; every unknown name, and every type not read yet, in one error."""
+    if file.metadata.get("split.count", 1) > 1:
+        raise UnsupportedModel(
+            str(file.path), [f"one of {file.metadata['split.count']} parts of a split GGUF"]
+        )
+    parameters: dict[str, Tensor] = {}
+    unknown, unsupported = [], []
+    for name, tensor in file.tensors.items():
+        if NOT_WEIGHTS.fullmatch(name):
+            continue
+        parameter = parameter_name(name)
+        if parameter is None:
+            unknown.append(name)
+        elif tensor.supported:
+            parameters[parameter] = tensor
+        else:
+            unsupported.append(f"{name} is {tensor.type_name}")
+    if unknown:
+        raise CheckpointError(
+            f"{file.path}: tensors that a llama model does not have: {', '.join(unknown)}"
+        )
+    if unsupported:
+        supported = ", ".join(name for name, _, _ in BLOCK_TYPES.values())
+        raise UnsupportedModel(
+            str(file.path), [f"tensor types other than {supported}: {', '.join(unsupported)}"]
+        )
+    return parameters
+
+
+def parameter_name(name: str) -> str | None:
+    """llama.cpp's tensor name -> mlx-lm's parameter name; None if the family has no such one."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match is None:
+        return None
+    layer, module, kind = match.groups()
+    if layer is None:
+        return f"{TOP_NAMES[module]}.{kind}" if module in TOP_NAMES else None
+    if module not in LAYER_NAMES:
+        return None
+    return f"model.layers.{layer}.{LAYER_NAMES[module]}.{kind}"
+
+
+def _half_split(rows: np.ndarray, heads: int, tensor: str) -> np.ndarray:
+    """Within each head, rows 0, 2, 4, ... first and then rows 1, 3, 5, ..."""
+    if len(rows) % (2 * heads):
+        raise CheckpointError(
+            f"{tensor} has {len(rows)} rows; a multiple of 2 x {heads} heads was expected"
+        )
+    pairs = rows.reshape(heads, -1, 2, rows.shape[-1])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)

@@ -1,0 +1,194 @@
+"""``load``: a checkpoint, checked, built, fused and ready to decode; and the same for mlx-lm."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import llama
+from mlx_lm.utils import infer_quant_config, load_adapters, load_tokenizer
+from mlx_lm.utils import load as stock_load
+
+from husky_mlx import checkpoint, gguf_tokenizer, sources
+from husky_mlx.config import LlamaConfig
+from husky_mlx.device import megabytes, require_memory
+from husky_mlx.errors import UnsupportedModel
+from husky_mlx.model import SINK_TOKENS, Model
+from husky_mlx.structure import check_structure
+
+BACKENDS = ("husky", "mlx")
+# Quantization methods whose tensors are already in MLX's own layout.
+_MLX_METHODS = (None, "mxfp4", "mxfp8")
+
+
+def load(
+    path_or_hf_repo: str,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    *,
+    backend: str | None = None,
+    max_context: int | None = None,
+    max_kv_size: int | None = None,
+    fallback: str | None = None,
+    verbose: bool = False,
+) -> tuple[Any, ...]:
+    """Load a model and its tokenizer: (model, tokenizer), or with ``return_config`` the config too.
+
+    The first eight arguments are ``mlx_lm.load``'s. ``path_or_hf_repo`` may also be a .gguf file or
+    the alias "smollm2".
+
+    ``backend``: "husky", or "mlx" for mlx-lm's own class (default $HUSKY_BACKEND, else "husky").
+    ``max_context``: the most tokens of prompt and reply together.
+    ``max_kv_size``: keep the first 4 and the last tokens, this many in all, in a rotating cache.
+    ``fallback``: "mlx" loads with mlx-lm what husky_mlx does not support, instead of raising.
+    ``verbose``: one line to stderr about what runs where.
+
+    Raises UnsupportedModel with the exact differences, CheckpointError for damaged files,
+    SourceError for a model that cannot be had, MemoryLimitError for one that does not fit.
+    """
+    backend = _choice("backend", backend or os.environ.get("HUSKY_BACKEND") or "husky")
+    if fallback is not None and fallback != "mlx":
+        raise ValueError(f"fallback must be None or 'mlx', found {fallback!r}")
+    _check_limits(max_context, max_kv_size)
+    path = sources.resolve(
+        str(path_or_hf_repo), revision=revision, notify=_notify if verbose else None
+    )
+
+    def load_stock() -> tuple[Any, ...]:
+        return stock_load(
+            str(path),
+            tokenizer_config=tokenizer_config,
+            model_config=model_config,
+            adapter_path=adapter_path,
+            lazy=lazy,
+            return_config=return_config,
+            trust_remote_code=trust_remote_code,
+        )
+
+    if backend == "mlx" and path.is_dir():
+        return load_stock()
+    try:
+        found = checkpoint.read(path, model_config)
+        model = build_model(
+            found.config,
+            found.weights,
+            backend=backend,
+            lazy=True,
+            source=str(path),
+            max_context=max_context,
+            max_kv_size=max_kv_size,
+        )
+    except UnsupportedModel:
+        if fallback is None or not path.is_dir():
+            raise
+        return load_stock()
+    config = found.config
+    del found
+    if adapter_path is not None:
+        model = load_adapters(model, adapter_path)
+        model.eval()
+    if not lazy:
+        _materialize(model)
+    if path.is_dir():
+        tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
+    else:
+        tokenizer = gguf_tokenizer.load_tokenizer(path, tokenizer_config)
+    if verbose and isinstance(model, Model):
+        _notify(str(model.plan).replace("\n", " | "))
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def build_model(
+    config: dict[str, Any],
+    weights: dict[str, mx.array],
+    *,
+    backend: str = "husky",
+    lazy: bool = False,
+    source: str = "config.json",
+    max_context: int | None = None,
+    max_kv_size: int | None = None,
+) -> nn.Module:
+    """A model from a config and (lazy) weights under mlx-lm's names; ``weights`` is emptied.
+
+    ``backend`` "mlx" builds mlx-lm's own Llama class from the same weights. Unless ``lazy``, the
+    weights are read and the projections fused layer by layer: the peak is the weights and two
+    layers. Raises UnsupportedModel and CheckpointError naming ``source``.
+    """
+    _refuse_foreign_quantization(config, source)
+    llama_config = LlamaConfig.from_dict(config, source)
+    if backend == "husky":
+        model = Model(llama_config, max_context=max_context, max_kv_size=max_kv_size)
+    else:
+        model = llama.Model(llama.ModelArgs.from_dict(config))
+    kept = Model.sanitize(model, weights)  # type: ignore[arg-type]
+    weights.clear()
+    check_structure(llama_config, kept, source)
+    total = sum(value.nbytes for value in kept.values())
+    require_memory(total, f"Loading {source}", _smaller(total, kept))
+
+    def storage(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        quantized = f"{path}.scales" in kept and hasattr(module, "to_quantized")
+        return infer_quant_config(path, module, kept) if quantized else False
+
+    nn.quantize(model, class_predicate=storage)
+    model.eval()
+    model.load_weights(list(kept.items()))
+    if not lazy:
+        kept.clear()
+        _materialize(model)
+    return model
+
+
+def _materialize(model: nn.Module) -> None:
+    mx.eval(model.parameters())
+    if isinstance(model, Model):
+        model.prepare()
+
+
+def _refuse_foreign_quantization(config: Mapping[str, Any], source: str) -> None:
+    settings = config.get("quantization_config") or {}
+    method = settings.get("quant_method")
+    if config.get("quantization") or method in _MLX_METHODS:
+        return
+    layout = f" (format {settings['format']!r})" if settings.get("format") else ""
+    raise UnsupportedModel(
+        source,
+        [
+            f"quantization_config.quant_method is {method!r}{layout}, supported are MLX's own "
+            "layouts: convert the unquantized model with `husky convert -q`"
+        ],
+    )
+
+
+def _smaller(total: int, weights: Mapping[str, mx.array]) -> str:
+    """What would fit better, for weights that are still in 16 or 32 bit."""
+    if any(name.endswith(".scales") for name in weights):
+        return "A smaller model or fewer bits would fit."
+    parameters = sum(value.size for value in weights.values())
+    return f"At 4 bit it would take about {megabytes(parameters * 9 // 16)}."
+
+
+def _check_limits(max_context: int | None, max_kv_size: int | None) -> None:
+    if max_context is not None and max_context < 1:
+        raise ValueError(f"max_context must be at least 1, found {max_context}")
+    if max_kv_size is not None and max_kv_size <= SINK_TOKENS:
+        raise ValueError(f"max_kv_size must be above {SINK_TOKENS}, found {max_kv_size}")
+
+
+def _choice(name: str, value: str) -> str:
+    if value not in BACKENDS:
+        raise ValueError(f"{name} must be one of {BACKENDS}, found {value!r}")
+    return value
+
+
+def _notify(line: str) -> None:
+    print(line, file=sys.stderr)

@@ -1,0 +1,229 @@
+"""The Llama model as mlx-lm's tools know it, with decode through the frozen step.
+
+The classes below are the general forward: any batch and length, any cache, gradients, adapters.
+Paths and leaf types of the parameters are mlx-lm's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.nn.layers.distributed import shard_linear
+from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
+
+from husky_mlx import device
+from husky_mlx.cache import KVCache, RotatingKVCache
+from husky_mlx.config import LlamaConfig
+from husky_mlx.freeze import DecodeStep
+from husky_mlx.frozen import Frozen, eager_reason
+from husky_mlx.ops.embed import embed
+from husky_mlx.ops.rotate import rotation
+from husky_mlx.pack import FUSIONS
+from husky_mlx.plan import Plan
+
+SINK_TOKENS = 4  # what mlx-lm keeps at the start of a bounded window
+
+
+class Tracked(nn.Module):
+    """A module whose bulk updates are noticed: the frozen step holds the weights as constants.
+
+    LoRA and ``fuse`` update layers, optimizers and ``load_weights`` the whole model.
+    """
+
+    def __init__(self, frozen: Frozen):
+        super().__init__()
+        self._frozen = frozen
+
+    def update(self, *args: Any, **kwargs: Any) -> nn.Module:  # type: ignore[override]
+        self._frozen.invalidate()
+        return super().update(*args, **kwargs)
+
+    def update_modules(self, *args: Any, **kwargs: Any) -> nn.Module:
+        self._frozen.invalidate()
+        return super().update_modules(*args, **kwargs)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        hidden, bias = config.hidden_size, config.attention_bias
+        self.n_heads = config.num_attention_heads
+        self.n_kv_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.scale = config.attention_scale
+        self.q_proj = nn.Linear(hidden, config.query_size, bias=bias)
+        self.k_proj = nn.Linear(hidden, config.key_value_size, bias=bias)
+        self.v_proj = nn.Linear(hidden, config.key_value_size, bias=bias)
+        self.o_proj = nn.Linear(config.query_size, hidden, bias=bias)
+        self._rotate = rotation(config.rope, config.head_dim)
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        B, L, _ = x.shape
+        q = self.q_proj(x).reshape(B, L, self.n_heads, self.head_dim).swapaxes(1, 2)
+        k = self.k_proj(x).reshape(B, L, self.n_kv_heads, self.head_dim).swapaxes(1, 2)
+        v = self.v_proj(x).reshape(B, L, self.n_kv_heads, self.head_dim).swapaxes(1, 2)
+        offset = 0 if cache is None else cache.offset
+        q, k = self._rotate(q, offset=offset), self._rotate(k, offset=offset)
+        if cache is not None:
+            k, v = cache.update_and_fetch(k, v)
+        y = scaled_dot_product_attention(q, k, v, cache=cache, scale=self.scale, mask=mask)
+        return self.o_proj(y.swapaxes(1, 2).reshape(B, L, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        hidden, wide, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(hidden, wide, bias=bias)
+        self.up_proj = nn.Linear(hidden, wide, bias=bias)
+        self.down_proj = nn.Linear(wide, hidden, bias=bias)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class TransformerBlock(Tracked):
+    def __init__(self, config: LlamaConfig, frozen: Frozen):
+        super().__init__(frozen)
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        x = x + self.self_attn(self.input_layernorm(x), mask, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class LlamaModel(Tracked):
+    def __init__(self, config: LlamaConfig, frozen: Frozen):
+        super().__init__(frozen)
+        self.args = config
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = [TransformerBlock(config, frozen) for _ in range(config.num_hidden_layers)]
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def activation_dtype(self) -> mx.Dtype:
+        """What the residual stream and the KV cache are computed in."""
+        table = self.embed_tokens
+        stored = table.scales.dtype if "scales" in table else table.weight.dtype
+        # The scales of the mx formats are bytes; MLX dequantizes those to bfloat16.
+        return device.activation_dtype(mx.bfloat16 if stored == mx.uint8 else stored)
+
+    def __call__(
+        self,
+        inputs: mx.array,
+        cache: Sequence[Any] | None = None,
+        input_embeddings: mx.array | None = None,
+    ) -> mx.array:
+        x = embed(inputs, self.embed_tokens) if input_embeddings is None else input_embeddings
+        caches = cache or [None] * len(self.layers)
+        masks: dict[int | None, Any] = {}
+        for i, (layer, layer_cache) in enumerate(zip(self.layers, caches, strict=True)):
+            window = self.args.window_of(i)
+            if window not in masks:
+                masks[window] = create_attention_mask(x, layer_cache, window_size=window)
+            x = layer(x, masks[window], layer_cache)
+        return self.norm(x)
+
+
+class Model(Tracked):
+    """The drop-in: mlx-lm's call, and one-token calls through the frozen step where they fit."""
+
+    def __init__(
+        self,
+        args: LlamaConfig,
+        max_context: int | None = None,
+        max_kv_size: int | None = None,
+    ):
+        self.plan = Plan(
+            target=device.target(),
+            chip=device.chip(),
+            model=f"{args.model_type}, {args.num_hidden_layers} layers of {args.hidden_size}",
+            eager_reason=eager_reason(),
+        )
+        super().__init__(Frozen(args, self.plan))
+        self.args = args
+        self.model_type = args.model_type
+        self.max_context = max_context
+        self.max_kv_size = max_kv_size
+        self.model = LlamaModel(args, self._frozen)
+        if not args.tie_word_embeddings:
+            self.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
+
+    def __call__(
+        self,
+        inputs: mx.array,
+        cache: Sequence[Any] | None = None,
+        input_embeddings: mx.array | None = None,
+    ) -> mx.array:
+        """(B, L) token ids -> logits (B, L, vocabulary); ``cache`` gains L tokens a row."""
+        if cache and input_embeddings is None and not self.training:
+            step = self.decode_step(inputs, cache)
+            if step is not None:
+                return step.logits(inputs, cache)
+        self.plan.count("reference")
+        return self.head(self.model(inputs, cache, input_embeddings))
+
+    def decode_step(self, inputs: mx.array, cache: Sequence[Any]) -> DecodeStep | None:
+        """The frozen step if it takes this call; see ``Frozen.step_for``."""
+        return self._frozen.step_for(self, inputs, cache)
+
+    def prepare(self) -> None:
+        """Fuse and freeze now instead of at the first decode; evaluates the weights."""
+        if self.plan.eager_reason is None:
+            self._frozen.freeze(self)
+
+    def head(self, x: mx.array) -> mx.array:
+        """(..., hidden) -> logits (..., vocabulary)."""
+        if self.args.tie_word_embeddings:
+            return self.model.embed_tokens.as_linear(x)
+        return self.lm_head(x)
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Drop what the model does not read: rotary tables, and the head of a tied model."""
+        return {
+            name: value
+            for name, value in weights.items()
+            if "rotary_emb.inv_freq" not in name
+            and not (self.args.tie_word_embeddings and name.startswith("lm_head."))
+        }
+
+    def shard(self, group: mx.distributed.Group | None = None) -> None:
+        """Split over a group as mlx-lm does; a sharded model runs on the reference path."""
+        group = group or mx.distributed.init()
+        for layer in self.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            for module, name in [
+                *((attention, name) for name in FUSIONS["qkv"][1]),
+                *((mlp, name) for name in FUSIONS["gate_up"][1]),
+            ]:
+                module[name] = shard_linear(module[name], "all-to-sharded", group=group)
+            attention.o_proj = shard_linear(attention.o_proj, "sharded-to-all", group=group)
+            mlp.down_proj = shard_linear(mlp.down_proj, "sharded-to-all", group=group)
+            attention.n_heads //= group.size()
+            attention.n_kv_heads //= group.size()
+        self.plan.eager_reason = f"sharded over {group.size()}"
+
+    @property
+    def layers(self) -> list[TransformerBlock]:
+        return self.model.layers
+
+    def make_cache(self, max_kv_size: int | None = None) -> list[KVCache | RotatingKVCache]:
+        """One empty cache a layer, bounded by the layer's window and by ``max_kv_size`` tokens.
+
+        Without an argument the ``max_kv_size`` given to ``load`` bounds it.
+        """
+        bound = max_kv_size or self.max_kv_size
+        return [self._layer_cache(self.args.window_of(i), bound) for i in range(len(self.layers))]
+
+    def _layer_cache(self, window: int | None, bound: int | None) -> KVCache | RotatingKVCache:
+        if window is not None and (bound is None or window <= bound):
+            return RotatingKVCache(max_size=window)
+        if bound is not None:
+            return RotatingKVCache(max_size=bound, keep=SINK_TOKENS)
+        return KVCache(limit=self.max_context)

@@ -1,0 +1,27 @@
+"""Rotary embedding by a frozen description, for one or many positions."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import mlx.core as mx
+
+from husky_mlx.rope import Rope
+
+Rotation = partial
+
+
+def rotation(rope: Rope, head_dim: int) -> Rotation:
+    """A function ``(x, offset=) -> x`` rotated, for x of shape (B, heads, L, head_dim).
+
+    ``offset`` is the position of the first token: an int, or an array of shape () or (B,).
+    """
+    table = rope.wavelength_table(head_dim)
+    return partial(
+        mx.fast.rope,
+        dims=head_dim,
+        traditional=rope.traditional,
+        base=rope.theta if table is None else None,
+        scale=rope.position_scale,
+        freqs=None if table is None else mx.array(table),
+    )

@@ -1,0 +1,53 @@
+"""What runs where, and why: the answer to "did the fast path run?"."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass
+class Plan:
+    """The choices made for one model and how often each path has run.
+
+    ``counts`` has "frozen" (decode steps through the compiled graph), "reference" (calls of the
+    general forward) and "traces" (times that the frozen step's Python ran to be traced).
+    """
+
+    target: str
+    chip: str
+    model: str
+    activations: str = "not frozen yet"
+    eager_reason: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._counts: Counter[str] = Counter(frozen=0, reference=0, traces=0)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """A copy of the counters."""
+        return dict(self._counts)
+
+    def count(self, path: str) -> None:
+        """Add one to a counter."""
+        self._counts[path] += 1
+
+    def choices(self) -> dict[str, Any]:
+        """The fields without the counters, to start another plan from."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def __str__(self) -> str:
+        step = (
+            "decode: frozen step, compiled"
+            if self.eager_reason is None
+            else f"decode: eager ({self.eager_reason})"
+        )
+        lines = [
+            f"{self.target} ({self.chip}) | {self.model} | activations: {self.activations}",
+            f"{step} | prefill and batches above the frozen step: reference path",
+        ]
+        return "\n".join(lines + self.notes)
+
+    __repr__ = __str__

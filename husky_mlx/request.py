@@ -1,0 +1,67 @@
+"""What a request must satisfy before anything runs: its tokens, its limit, its cache options."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import mlx.core as mx
+
+from husky_mlx.cache import RotatingKVCache, quantized_group_size
+from husky_mlx.errors import ContextLimitError
+from husky_mlx.model import Model
+
+
+def check_request(model: Model, prompt: mx.array, max_tokens: int, options: dict[str, Any]) -> int:
+    """Check a prompt (L,) and the options of ``stream_generate``; returns the tokens to generate.
+
+    The result is ``max_tokens`` lowered to what ``max_context`` leaves (-1: no limit). Raises
+    ValueError for an empty prompt, token ids outside the vocabulary or KV cache options that do
+    not fit the model, and ContextLimitError for a prompt that leaves no room for a reply.
+    """
+    if max_tokens == 0:
+        raise ValueError("max_tokens must not be 0 (-1 means no limit)")
+    embeddings = options.get("input_embeddings")
+    if prompt.size == 0 and embeddings is None:
+        raise ValueError("the prompt is empty")
+    if prompt.size:
+        _check_token_ids(prompt, model.args.vocab_size)
+    _check_kv_options(model, options)
+    length = prompt.size if embeddings is None else len(embeddings)
+    cached = options.get("prompt_cache")
+    start = cached[0].offset if cached else 0
+    trained = model.args.max_position_embeddings
+    if trained is not None and start + length > trained:
+        warnings.warn(
+            f"a prompt of {start + length} tokens is longer than the {trained} that the model was "
+            "trained on",
+            stacklevel=3,
+        )
+    if model.max_context is None:
+        return max_tokens
+    room = model.max_context - start - length
+    if room < 1:
+        raise ContextLimitError(
+            f"the prompt has {start + length} tokens and max_context is {model.max_context}, which "
+            "leaves no room for a reply"
+        )
+    return room if max_tokens < 0 else min(max_tokens, room)
+
+
+def _check_token_ids(prompt: mx.array, vocab_size: int) -> None:
+    for token in (mx.min(prompt).item(), mx.max(prompt).item()):
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size}")
+
+
+def _check_kv_options(model: Model, options: dict[str, Any]) -> None:
+    bits = options.get("kv_bits")
+    if bits is None:
+        return
+    quantized_group_size((model.args.head_dim,), options.get("kv_group_size", 64), bits)
+    caches = options.get("prompt_cache") or model.make_cache(options.get("max_kv_size"))
+    if any(isinstance(cache, RotatingKVCache) for cache in caches):
+        raise ValueError(
+            "kv_bits cannot be used with a bounded window (max_kv_size or sliding_window): "
+            "mlx-lm has no quantized rotating cache"
+        )

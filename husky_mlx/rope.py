@@ -1,0 +1,97 @@
+"""Rotary position embedding: what a config asks for, and the frequencies that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A rotary embedding over the whole head.
+
+    ``theta`` is the base; ``factor`` divides positions for ``linear`` and frequencies for
+    ``llama3``, whose other three constants are those of Llama 3.1 unless the config says more.
+    ``traditional`` rotates neighbours (2i, 2i+1) instead of halves (i, i + dims/2).
+    """
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    traditional: bool = False
+
+    @property
+    def position_scale(self) -> float:
+        """What a position is multiplied by before the rotation."""
+        return 1.0 / self.factor if self.kind == "linear" else 1.0
+
+    def wavelength_table(self, dims: int) -> np.ndarray | None:
+        """``theta ** (2i/dims)`` with the llama3 correction, float32 of shape (dims/2,).
+
+        The convention is that of ``mx.fast.rope(freqs=)``: an angle is position / table. None
+        where theta alone says everything. The correction is the one published with Llama 3.1
+        (``apply_scaling`` in meta-llama/llama-models): long waves are slowed by ``factor``, short
+        ones are kept, and between the two limits the inverse is interpolated linearly.
+        """
+        if self.kind != "llama3":
+            return None
+        table = self.theta ** (np.arange(0, dims, 2, dtype=np.float64) / dims)
+        turns = self.original_max_position_embeddings / (2 * np.pi * table)
+        span = self.high_freq_factor - self.low_freq_factor
+        smooth = np.clip((turns - self.low_freq_factor) / span, 0.0, 1.0)
+        return (table / (smooth + (1 - smooth) / self.factor)).astype(np.float32)
+
+
+def parse_rope(config: Mapping[str, Any]) -> tuple[Rope | None, list[str], list[str]]:
+    """Read the rotary embedding of a config.json.
+
+    Returns ``(rope, malformed, unsupported)``: rope is None where one of the lists of sentences is
+    not empty. ``rope_parameters`` (transformers 5) wins over ``rope_scaling`` where both stand.
+    """
+    field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    scaling = config.get(field) or {}
+    if not isinstance(scaling, Mapping):
+        return None, [f"{field} must be an object, found {scaling!r}"], []
+
+    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
+    traditional = bool(config.get("rope_traditional") or False)
+    kind = scaling.get("rope_type") or scaling.get("type")
+    numbers = {k: v for k, v in scaling.items() if k not in ("rope_type", "type", "rope_theta")}
+    if kind is None:
+        meaningful = {k: v for k, v in numbers.items() if v is not None}
+        if meaningful:
+            return None, [f"{field} has {sorted(meaningful)} but no rope_type"], []
+        kind = "default"
+    if kind not in SUPPORTED_ROPE_TYPES:
+        return None, [], [f"{field}.rope_type is {kind!r}, supported are {SUPPORTED_ROPE_TYPES}"]
+    if kind == "default":
+        return Rope(theta=float(theta), traditional=traditional), [], []
+
+    constants: dict[str, Any] = {}
+    malformed = []
+    wanted = ["factor"]
+    if kind == "llama3":
+        wanted += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+    for name in wanted:
+        value = scaling.get(name)
+        if value is None and name == "factor":
+            malformed.append(f"{field}.factor is missing (rope_type {kind!r} needs it)")
+        elif value is not None and (not isinstance(value, int | float) or value <= 0):
+            malformed.append(f"{field}.{name} must be a number above 0, found {value!r}")
+        elif value is not None:
+            constants[name] = value
+    rope = Rope(kind=kind, theta=float(theta), traditional=traditional, **constants)
+    if not malformed and rope.high_freq_factor <= rope.low_freq_factor:
+        malformed.append(
+            f"{field}.high_freq_factor must be above low_freq_factor, "
+            f"found {rope.high_freq_factor} and {rope.low_freq_factor}"
+        )
+    return (None if malformed else rope), malformed, []

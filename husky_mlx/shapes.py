@@ -1,0 +1,184 @@
+"""Models of published dimensions with random weights: speed without a download.
+
+The dimensions are those of the ``config.json`` published with each checkpoint:
+meta-llama/Llama-3.2-1B, meta-llama/Llama-3.2-3B, meta-llama/Llama-3.1-8B,
+mistralai/Mistral-7B-v0.3 and HuggingFaceTB/SmolLM2-135M. The text is noise, the work is real.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import zlib
+
+import mlx.core as mx
+import numpy as np
+
+from husky_mlx.errors import HuskyError
+
+
+def _llama3_rope(factor: float) -> dict:
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def _llama(
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    mlp: int,
+    vocabulary: int,
+    *,
+    tied: bool,
+    context: int,
+    rope_theta: float,
+    rope_scaling: dict | None = None,
+    model_type: str = "llama",
+) -> dict:
+    return {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": mlp,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": context,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": rope_theta,
+        "rope_scaling": rope_scaling,
+    }
+
+
+# hidden, layers, heads, key/value heads, head_dim, MLP width, vocabulary
+_CONFIGS = {
+    "llama-3.2-1b": _llama(
+        *(2048, 16, 32, 8, 64, 8192, 128256),
+        tied=True,
+        context=131072,
+        rope_theta=500000.0,
+        rope_scaling=_llama3_rope(32.0),
+    ),
+    "llama-3.2-3b": _llama(
+        *(3072, 28, 24, 8, 128, 8192, 128256),
+        tied=True,
+        context=131072,
+        rope_theta=500000.0,
+        rope_scaling=_llama3_rope(32.0),
+    ),
+    "llama-3.1-8b": _llama(
+        *(4096, 32, 32, 8, 128, 14336, 128256),
+        tied=False,
+        context=131072,
+        rope_theta=500000.0,
+        rope_scaling=_llama3_rope(8.0),
+    ),
+    "mistral-7b": _llama(
+        *(4096, 32, 32, 8, 128, 14336, 32768),
+        tied=False,
+        context=32768,
+        rope_theta=1000000.0,
+        model_type="mistral",
+    ),
+    "smollm2-135m": _llama(
+        *(576, 30, 9, 3, 64, 1536, 49152),
+        tied=True,
+        context=8192,
+        rope_theta=100000.0,
+    ),
+}
+SHAPES = tuple(_CONFIGS)
+
+
+def shape_config(name: str) -> dict:
+    """The ``config.json`` of a named shape (one of ``SHAPES``), as a fresh dict."""
+    return copy.deepcopy(_CONFIGS[name])
+
+
+def parameter_shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    """mlx-lm's parameter names with their unquantised shapes, (outputs, inputs), layer by layer."""
+    hidden, mlp, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    query = config["num_attention_heads"] * head_dim
+    key = config["num_key_value_heads"] * head_dim
+    vocabulary = config["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        for name, shape in {
+            "self_attn.q_proj": (query, hidden),
+            "self_attn.k_proj": (key, hidden),
+            "self_attn.v_proj": (key, hidden),
+            "self_attn.o_proj": (hidden, query),
+            "mlp.gate_proj": (mlp, hidden),
+            "mlp.up_proj": (mlp, hidden),
+            "mlp.down_proj": (hidden, mlp),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }.items():
+            shapes[f"model.layers.{layer}.{name}.weight"] = shape
+    shapes["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocabulary, hidden)
+    return shapes
+
+
+def random_weights(
+    config: dict, bits: int, group_size: int, dtype: mx.Dtype, seed: int
+) -> dict[str, mx.array]:
+    """Random weights under mlx-lm's names, evaluated one matrix at a time.
+
+    ``bits`` 4 or 8: affine ``.weight`` (uint32, packed), ``.scales`` and ``.biases`` (``dtype``)
+    in groups of ``group_size``. ``bits`` 16: ``.weight`` of ``dtype``. Norms are ones. Every
+    weight has mean 0 and, averaged over groups, variance 1/inputs, which keeps a stream of unit
+    variance near it through any number of layers. The same seed gives the same weights in any
+    process on any device. HuskyError where the groups do not fit the rows.
+    """
+    for name, shape in parameter_shapes(config).items():
+        if len(shape) == 2 and shape[1] % group_size:
+            raise HuskyError(
+                f"{name}: a row of {shape[1]} weights is not a multiple of group_size {group_size}"
+            )
+    weights: dict[str, mx.array] = {}
+    for name, shape in parameter_shapes(config).items():
+        if len(shape) == 1:
+            weights[name] = mx.ones(shape, dtype)
+            continue
+        packed, scales, biases = _random_affine(
+            shape, bits if bits < 16 else 8, group_size, dtype, (seed, zlib.crc32(name.encode()))
+        )
+        if bits < 16:
+            stem = name.removesuffix(".weight")
+            weights |= {name: packed, f"{stem}.scales": scales, f"{stem}.biases": biases}
+        else:
+            weights[name] = mx.dequantize(packed, scales, biases, group_size, 8)
+            mx.eval(weights[name])
+    return weights
+
+
+def _random_affine(
+    shape: tuple[int, ...], bits: int, group_size: int, dtype: mx.Dtype, seed: tuple[int, int]
+) -> tuple[mx.array, mx.array, mx.array]:
+    rows, columns = shape
+    source = np.random.default_rng(seed)
+    words = rows * columns * bits // 32
+    packed = source.bit_generator.random_raw(-(-words // 2)).view(np.uint32)[:words]
+    levels = 2**bits - 1
+    # Quants are uniform on 0..levels; group scales within 0.5..1.5 of the even one have a mean
+    # square of 13/12.
+    even = math.sqrt(12 / ((levels + 1) ** 2 - 1) / columns / (13 / 12))
+    scales = source.uniform(0.5, 1.5, (rows, columns // group_size)).astype(np.float32) * even
+    arrays = (
+        mx.array(packed.reshape(rows, -1)),
+        mx.array(scales).astype(dtype),
+        mx.array(scales * (-levels / 2)).astype(dtype),
+    )
+    mx.eval(arrays)
+    return arrays

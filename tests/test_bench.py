@@ -1,0 +1,533 @@
+"""``husky bench``: statistics, the order of trials, counts, failures, pure JSON, random weights."""
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama
+
+from husky_mlx import bench, bench_engine, bench_report, shapes
+from husky_mlx.errors import HuskyError
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = shapes._llama(*(64, 3, 4, 2, 16, 96, 160), tied=True, context=512, rope_theta=10000.0)
+SETTINGS = {
+    "model": "tiny",
+    "config": TINY,
+    "bits": 4,
+    "group_size": 32,
+    "dtype": "bfloat16",
+    "prompt_tokens": 5,
+    "generation_tokens": 4,
+    "num_trials": 3,
+    "temp": 0.0,
+    "top_p": 1.0,
+    "seed": 0,
+    "debug": False,
+}
+# An engine that speaks the protocol and logs every request. Its n-th trial takes n ms.
+FAKE = """
+import json, os, sys, time
+name, fault, log = sys.argv[1:]
+def reply(message):
+    print(json.dumps(message), flush=True)
+def note(message):
+    with open(log, "a") as file:
+        file.write(json.dumps({"name": name, "pid": os.getpid(), **message}) + "\\n")
+specification = json.loads(input())
+note({"specification": specification})
+if fault == "load":
+    reply({"error": "ValueError: no such model"})
+    sys.exit(1)
+reply({"target": "cpu", "machine": {"device": "d", "cores": 2, "os": "o"}, "versions": {"mlx": "1"},
+       "model_class": "M", "plan": "p", "dtypes": ["float32"], "active_mb": 1.0, "load_s": 0.5,
+       "vocab_size": 50 if name == "husky" else 40})
+for number, line in enumerate(sys.stdin, 1):
+    request = json.loads(line)
+    note({"request": request})
+    if fault == "hang":
+        time.sleep(60)
+    if fault == "die":
+        os._exit(7)
+    if fault == "trial" and number == 2:
+        reply({"error": "RuntimeError: out of luck"})
+        sys.exit(1)
+    reply({"first_token_ms": float(number), "prefill_tps": 2.0, "decode_tps": 10.0 * number,
+           "total_s": 1.0, "peak_mb": 5.0, "rss_mb": 6.0, "calls": {},
+           "prompt_tokens": len(request["prompt"]),
+           "generation_tokens": request["generation_tokens"] - (fault == "short")})
+"""
+
+
+@pytest.fixture
+def fake_engines(tmp_path, monkeypatch):
+    """Replace every engine by FAKE; ``fake_engines(mlx_lm="die")`` sets faults, gives the log."""
+    script, log = tmp_path / "fake.py", tmp_path / "log"
+    script.write_text(FAKE)
+
+    def install(**faults):
+        monkeypatch.setattr(
+            bench,
+            "engine_command",
+            lambda name: [
+                *(sys.executable, str(script), name),
+                *(faults.get(name.replace("-", "_"), "none"), str(log)),
+            ],
+        )
+        return lambda: [json.loads(line) for line in log.read_text().splitlines()]
+
+    return install
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def trial(**figures):
+    return dict.fromkeys(bench_report.FIGURES, 1.0) | figures
+
+
+def test_summary_by_hand():
+    assert bench_report.summarise([10.0, 12.0, 11.0]) == {
+        "median": 11.0,
+        "min": 10.0,
+        "max": 12.0,
+        "spread": pytest.approx(2 / 11),
+        "noisy": True,
+    }
+    even = bench_report.summarise([100.0, 104.0, 101.0, 102.0])
+    assert even["median"] == 101.5
+    assert even["spread"] == pytest.approx(4 / 101.5)
+    assert even["noisy"] is False
+
+
+def test_ratio_is_the_median_over_rounds_not_the_ratio_of_medians():
+    ours = [trial(decode_tps=value) for value in (10.0, 40.0, 30.0)]
+    theirs = [trial(decode_tps=value) for value in (5.0, 10.0, 30.0)]
+    ratio = bench_report.pair_ratios(ours, theirs)["decode_tps"]
+    assert (ratio["median"], ratio["min"], ratio["max"]) == (2.0, 1.0, 4.0)
+    assert np.median([10, 40, 30]) / np.median([5, 10, 30]) == 3.0
+
+
+def test_trials_interleave_on_equal_tokens_and_the_warm_up_is_apart_C126(fake_engines):
+    log = fake_engines()
+    result = bench.compare(["husky", "mlx-lm"], SETTINGS)
+    requests = [entry for entry in log() if "request" in entry]
+    order = " ".join(entry["name"] for entry in requests)
+    assert order == "husky mlx-lm husky mlx-lm mlx-lm husky husky mlx-lm"
+    assert result["order"] == [["husky", "mlx-lm"], ["mlx-lm", "husky"], ["husky", "mlx-lm"]]
+
+    prompts = {tuple(entry["request"]["prompt"]) for entry in requests}
+    assert len(prompts) == 1
+    assert len(prompt := prompts.pop()) == 5
+    assert all(0 <= token < 40 for token in prompt)
+
+    ours = result["engines"]["husky"]
+    assert ours["cold_first_token_ms"] == 1.0
+    assert ours["load_s"] == 0.5
+    assert [done["first_token_ms"] for done in ours["trials"]] == [2.0, 3.0, 4.0]
+    assert ours["figures"]["first_token_ms"]["median"] == 3.0
+    assert (ours["prompt_tokens"], ours["generation_tokens"]) == (5, 4)
+    assert result["ratios"]["husky / mlx-lm"]["decode_tps"]["median"] == 1.0
+    assert set(result["noisy"]) == {
+        f"{name} {key}" for name in ("husky", "mlx-lm") for key in ("first_token_ms", "decode_tps")
+    }
+
+
+def test_default_lengths_are_those_of_the_target_and_printed(fake_engines, capsys):
+    log = fake_engines()
+    settings = SETTINGS | {"prompt_tokens": None, "generation_tokens": None, "num_trials": 1}
+    result = bench.compare(["mlx-lm"], settings)
+    assert "-p 128 -g 32" in capsys.readouterr().err
+    assert len(log()[-1]["request"]["prompt"]) == 128
+    assert log()[-1]["request"]["generation_tokens"] == 32
+    assert result["settings"]["prompt_tokens"] == 128
+    assert result["ratios"] == {}
+
+
+def test_engines_get_their_backend_loop_and_environment(fake_engines, monkeypatch):
+    log = fake_engines()
+    names = ["husky", "mlx-lm", "husky-eager", "mlx-lm-loop"]
+    bench.compare(names, SETTINGS | {"num_trials": 1})
+    told = {
+        entry["name"]: (entry["specification"]["backend"], entry["specification"]["loop"])
+        for entry in log()
+        if "specification" in entry
+    }
+    assert told == {
+        "husky": ("husky", "husky"),
+        "mlx-lm": ("mlx", "mlx-lm"),
+        "husky-eager": ("husky", "husky"),
+        "mlx-lm-loop": ("husky", "mlx-lm"),
+    }
+    monkeypatch.setattr(
+        bench,
+        "engine_command",
+        lambda name: [
+            sys.executable,
+            "-c",
+            "import json, os; print(json.dumps({'error': os.environ.get('HUSKY_EAGER', 'unset')}))",
+        ],
+    )
+    monkeypatch.delenv("HUSKY_EAGER", raising=False)
+    for name, value in (("husky", "unset"), ("husky-eager", "1")):
+        with pytest.raises(HuskyError, match=f"engine {name} failed: {value}"):
+            bench.compare([name], SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("load", "engine mlx-lm failed: ValueError: no such model"),
+        ("trial", "engine mlx-lm failed: RuntimeError: out of luck"),
+        ("die", "engine mlx-lm died with exit code 7"),
+        ("short", "engine mlx-lm read 5 and generated 3 tokens, asked were 5 and 4"),
+    ],
+)
+def test_a_failing_engine_is_named_and_the_others_ended(
+    fake_engines, monkeypatch, capsys, fault, message
+):
+    log = fake_engines(mlx_lm=fault)
+    command = "bench --shape smollm2-135m -p 5 -g 4 -n 3 --json"
+    monkeypatch.setattr(sys, "argv", shlex.split(command))
+    assert bench.main() == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert f"error: {message}" in captured.err
+    pids = {entry["pid"] for entry in log()}
+    assert len(pids) == 2
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_interrupt_ends_the_engines(tmp_path):
+    script, log = tmp_path / "fake.py", tmp_path / "log"
+    script.write_text(FAKE)
+    driver = (
+        "import sys; from husky_mlx import bench; "
+        f"bench.engine_command = lambda name: [sys.executable, {str(script)!r}, name, 'hang', "
+        f"{str(log)!r}]; sys.exit(bench.main())"
+    )
+    command = [sys.executable, "-c", driver, "--shape", "smollm2-135m", "-p", "5", "-g", "4"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (log.exists() and '"request"' in log.read_text()):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, b"")
+    assert b"Traceback" not in errors
+    pids = {json.loads(line)["pid"] for line in log.read_text().splitlines()}
+    assert len(pids) == 2
+    assert not any(alive(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--engines husky,unknown",
+        "--engines husky,husky",
+        "-g 1",
+        "-n 0",
+        "-p x",
+        "--bits 5",
+        "--shape gpt-2",
+        "--shape mistral-7b --model folder",
+    ],
+)
+def test_a_wrong_command_line_is_a_usage_error(words, capsys):
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    with pytest.raises(SystemExit) as exit_:
+        parser.parse_args(words.split())
+    assert exit_.value.code == 2
+
+
+def test_flags_that_would_be_ignored_are_refused():
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    with pytest.raises(HuskyError, match="--bits needs --shape"):
+        bench.run(parser.parse_args(["--bits", "8"]))
+    args = parser.parse_args([])
+    args.backend = "mlx"
+    with pytest.raises(HuskyError, match="--backend does not apply"):
+        bench.run(args)
+
+
+def test_table_has_every_figure_and_marks_noise(fake_engines, monkeypatch, capsys):
+    fake_engines()
+    monkeypatch.setattr(sys, "argv", shlex.split("bench --shape smollm2-135m -p 5 -g 4 -n 3"))
+    assert bench.main() == 0
+    table = capsys.readouterr().out
+    lines = {line.split("  ")[0]: line for line in table.splitlines()}
+    assert "3.0 (2.0 to 4.0) !" in lines["first token, ms"]
+    assert lines["decode, tok/s"].count("30.0 (20.0 to 40.0) !") == 2
+    assert lines["peak resident, MB"].count("6.0 (6.0 to 6.0)") == 2
+    assert lines["peak resident, MB"].split()[-1] == "1.000"
+    assert lines["generated tokens"].split()[2:] == ["4", "4"]
+    assert "spread over 10 %: husky first_token_ms" in table
+    assert "\x1b" not in table
+
+
+def test_the_run_is_recorded(monkeypatch):
+    monkeypatch.setenv("HUSKY_EAGER", "1")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    record = bench_report.describe_run()
+    assert record["schema"] == 1
+    assert record["environment"]["HUSKY_EAGER"] == "1"
+    assert "secret" not in json.dumps(record)
+    assert "pytest" in record["command"]
+
+
+class Clock:
+    """A clock that only the loop below moves."""
+
+    now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+
+class Response:
+    prompt_tokens = 3
+
+
+def test_figures_of_a_trial_by_a_known_clock_C126(monkeypatch):
+    clock = Clock()
+    held = []
+
+    def loop(model, tokenizer, prompt, max_tokens):
+        clock.now += 2.0
+        held.append(mx.ones((1000, 1000)))
+        mx.eval(held)
+        yield Response()
+        for _ in range(max_tokens - 1):
+            clock.now += 0.25
+            yield Response()
+        held.clear()
+        clock.now += 1.0
+
+    monkeypatch.setattr(bench_engine, "time", clock)
+    monkeypatch.setattr(bench_engine, "stream_generate", loop)
+    earlier = mx.ones((5000, 5000))
+    mx.eval(earlier)
+    del earlier
+    before = mx.get_active_memory() / 1e6
+    figures = bench_engine.run_trial(
+        nn.Linear(1, 1),
+        None,
+        {"prompt": [1, 2, 3], "generation_tokens": 5},
+        SETTINGS | {"loop": "husky"},
+    )
+    assert figures["first_token_ms"] == 2000.0
+    assert figures["prefill_tps"] == 1.5
+    assert figures["decode_tps"] == 4.0
+    assert figures["total_s"] == 4.0
+    assert figures["prompt_tokens"] == 3
+    assert figures["generation_tokens"] == 5
+    assert 4.0 <= figures["peak_mb"] - before < 20.0
+
+
+def serve(lines, **changes):
+    """The replies of an engine in this process to a specification and further lines."""
+    replies = []
+    feed = iter([json.dumps(SETTINGS | changes), *map(json.dumps, lines)])
+
+    class Requests:
+        def readline(self):
+            return next(feed)
+
+        def __iter__(self):
+            return feed
+
+    return bench_engine.serve(Requests(), replies.append), replies
+
+
+REQUEST = {"prompt": [3, 1, 4, 1, 5], "generation_tokens": 6}
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_engine_serves_trials_of_the_asked_model_and_length(bits):
+    for backend, loop, package in (
+        ("husky", "husky", "husky_mlx."),
+        ("mlx", "mlx-lm", "mlx_lm.models.llama."),
+        ("husky", "mlx-lm", "husky_mlx."),
+    ):
+        code, (loaded, *trials) = serve([REQUEST] * 2, backend=backend, loop=loop, bits=bits)
+        assert code == 0
+        assert loaded["model_class"].startswith(package)
+        assert loaded["vocab_size"] == 160
+        assert len(trials) == 2
+        for done in trials:
+            assert (done["prompt_tokens"], done["generation_tokens"]) == (5, 6)
+            assert all(math.isfinite(done[key]) and done[key] > 0 for key in bench_report.FIGURES)
+    if loaded["target"] == "cpu":
+        _, (stock,) = serve([], backend="mlx", loop="mlx-lm", bits=bits)
+        assert stock["dtypes"] == ["float32"]
+
+
+def test_engine_samples_when_asked():
+    code, (_, done) = serve([REQUEST], backend="mlx", loop="mlx-lm", temp=0.7, top_p=0.9)
+    assert code == 0
+    assert done["generation_tokens"] == 6
+
+
+def test_engine_reports_its_failure():
+    code, replies = serve([], backend="husky", loop="husky", config=None, model="/no/such/folder")
+    assert code == 1
+    assert "/no/such/folder" in replies[-1]["error"]
+
+
+def test_command_end_to_end_prints_only_json(tmp_path):
+    """Real engines of a tiny shape, one of which prints where it should not."""
+    engine = (
+        "import os, sys; from husky_mlx import bench_engine as engine; load = engine.load_model\n"
+        "def noisy(specification):\n"
+        "    print('noise'); os.write(1, b'more noise'); return load(specification)\n"
+        "engine.load_model = noisy; sys.exit(engine.main())"
+    )
+    driver = (
+        f"import sys; from husky_mlx import bench; bench.shape_config = lambda name: {TINY!r}\n"
+        f"bench.engine_command = lambda name: [sys.executable, '-c', {engine!r}]\n"
+        "sys.exit(bench.main())"
+    )
+    words = shlex.split("--shape smollm2-135m --group-size 32 -p 7 -g 4 -n 2 --json")
+    done = subprocess.run(
+        [sys.executable, "-c", driver, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert "more noise" in done.stderr
+    assert list(result["engines"]) == ["husky", "mlx-lm"]
+    for engine in result["engines"].values():
+        assert (engine["prompt_tokens"], engine["generation_tokens"]) == (7, 4)
+        assert len(engine["trials"]) == 2
+    assert set(result["ratios"]["husky / mlx-lm"]) == set(bench_report.FIGURES)
+    assert {"husky_mlx", "mlx", "mlx-lm"} <= set(result["versions"])
+    assert result["machine"]["python"].startswith("3.")
+    assert "--shape smollm2-135m" in result["command"]
+
+
+# Totals published with the checkpoints' safetensors.
+PUBLISHED_PARAMETERS = {
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-8b": 8_030_261_248,
+    "mistral-7b": 7_248_023_552,
+    "smollm2-135m": 134_515_008,
+}
+
+
+def stock_model(config):
+    return llama.Model(llama.ModelArgs.from_dict(config))
+
+
+@pytest.mark.parametrize("name", shapes.SHAPES)
+def test_shapes_are_mlx_lms_and_counts_the_published_ones(name):
+    config = shapes.shape_config(name)
+    ours = shapes.parameter_shapes(config)
+    assert sum(map(math.prod, ours.values())) == PUBLISHED_PARAMETERS[name]
+    held = mx.get_active_memory()
+    stock = dict(tree_flatten(stock_model(config).parameters()))
+    assert {key: value.shape for key, value in stock.items()} == ours
+    assert mx.get_active_memory() - held < 1e6
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_random_weights_load_strictly_into_mlx_lm(bits, tied):
+    config = TINY | {"tie_word_embeddings": tied}
+    weights = shapes.random_weights(config, bits, 32, mx.float16, 0)
+    model = stock_model(config)
+    if bits < 16:
+        nn.quantize(model, group_size=32, bits=bits)
+    model.load_weights(list(weights.items()), strict=True)
+    dtypes = {array.dtype for array in weights.values()}
+    assert dtypes == ({mx.uint32, mx.float16} if bits < 16 else {mx.float16})
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_random_weights_have_mean_0_and_variance_1_over_inputs(bits):
+    weights = shapes.random_weights(TINY | {"vocab_size": 8192}, bits, 32, mx.float32, 0)
+    words = np.array(weights["model.embed_tokens.weight"])
+    per_word = 32 // bits
+    shifts = np.arange(per_word, dtype=np.uint32) * bits
+    quants = (words[..., None] >> shifts & (2**bits - 1)).reshape(8192, 64)
+    scales = np.array(weights["model.embed_tokens.scales"]).repeat(32, axis=1)
+    biases = np.array(weights["model.embed_tokens.biases"]).repeat(32, axis=1)
+    values = quants * scales + biases
+    assert abs(values.mean()) < 1e-3
+    assert values.var() * 64 == pytest.approx(1.0, rel=0.02)
+
+
+def digest(seed):
+    weights = shapes.random_weights(TINY, 4, 32, mx.float32, seed)
+    total = hashlib.sha256()
+    for name in sorted(weights):
+        total.update(name.encode() + np.array(weights[name]).tobytes())
+    return total.hexdigest()
+
+
+def test_random_weights_depend_on_the_seed_alone_across_processes():
+    code = "import sys; sys.path.insert(0, 'tests'); import test_bench; print(test_bench.digest(5))"
+    other = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert other.stdout.strip() == digest(5)
+    assert digest(6) != digest(5)
+    weights = shapes.random_weights(TINY, 4, 32, mx.float32, 5)
+    layers = [np.array(weights[f"model.layers.{i}.mlp.up_proj.weight"]) for i in (0, 1)]
+    assert not np.array_equal(*layers)
+
+
+def test_logits_stay_finite_over_hundreds_of_tokens_in_float16():
+    config = TINY | {"num_hidden_layers": 12}
+    model = stock_model(config)
+    nn.quantize(model, group_size=32, bits=4)
+    model.load_weights(list(shapes.random_weights(config, 4, 32, mx.float16, 0).items()))
+    tokens = mx.array(np.random.default_rng(0).integers(160, size=(1, 300)))
+    logits = np.array(model(tokens).astype(mx.float32))
+    assert np.isfinite(logits).all()
+    assert 0.1 < logits.std() < 10.0
+
+
+def test_groups_that_do_not_fit_the_rows_are_refused():
+    with pytest.raises(HuskyError, match="row of 576 weights is not a multiple of group_size 128"):
+        shapes.random_weights(shapes.shape_config("smollm2-135m"), 4, 128, mx.float16, 0)
+
+
+def test_the_tokenizer_of_a_shape_takes_any_id_and_never_ends_a_reply():
+    tokenizer = bench_engine.shape_tokenizer(160)
+    assert tokenizer.eos_token_ids == set()
+    detokenizer = tokenizer.detokenizer
+    for token in (0, 159):
+        detokenizer.add_token(token)
+    detokenizer.finalize()
+    assert (detokenizer.tokens, detokenizer.last_segment) == ([0, 159], "")

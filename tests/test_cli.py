@@ -1,0 +1,432 @@
+"""The command line: dispatch, exit codes, our options beside mlx-lm's, and C123 and C124."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from server_fixture import write_fix_b
+
+from husky_mlx import cli, forward
+from husky_mlx.errors import HuskyError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_fix_b(tmp_path_factory.mktemp("cli") / "fix-b")
+
+
+@pytest.fixture
+def received(monkeypatch) -> dict:
+    """Replace mlx-lm's generate command by one that keeps what it was given."""
+    import mlx_lm.generate  # noqa: F401
+
+    module = sys.modules["mlx_lm.generate"]
+    kept: dict = {}
+
+    def main() -> None:
+        kept["args"] = module.setup_arg_parser().parse_args()
+        kept["argv"] = list(sys.argv)
+
+    monkeypatch.setattr(module, "main", main)
+    return kept
+
+
+def husky(*words: str, **options) -> subprocess.CompletedProcess:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("HUSKY_")}
+    environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)} | options.pop("env", {})
+    return subprocess.run(
+        [sys.executable, "-m", "husky_mlx", *words],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        **options,
+    )
+
+
+class TestOptions:
+    """``take_own`` separates our options from mlx-lm's without knowing its commands."""
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--prompt", "-p")
+    parser.add_argument("--extra-eos-token", nargs="+")
+    parser.add_argument("--max-kv-size", type=int)
+    parser.add_argument("--trust-remote-code", action="store_true")
+
+    @pytest.mark.parametrize(
+        ("words", "own", "rest"),
+        [
+            ("--backend mlx --prompt hi", "--backend mlx", "--prompt hi"),
+            ("--prompt hi --backend=mlx --debug", "--backend=mlx --debug", "--prompt hi"),
+            ("--prompt=-x --debug", "--debug", "--prompt=-x"),
+            ("--prompt --backend", "", "--prompt=--backend"),
+            ("-p --debug --debug", "--debug", "-p=--debug"),
+            ("--prompt=--backend", "", "--prompt=--backend"),
+            ("--prompt backend --max-context 9", "--max-context 9", "--prompt backend"),
+            ("--extra-eos-token a b --backend mlx", "--backend mlx", "--extra-eos-token a b"),
+            ("--trust-remote-code --debug", "--debug", "--trust-remote-code"),
+            ("--max-kv-size 5", "", "--max-kv-size 5"),
+            ("-- --debug", "", "-- --debug"),
+            ("--backend", "--backend", ""),
+        ],
+    )
+    def test_beside_theirs(self, words, own, rest):
+        assert forward.take_own(words.split(), self.parser) == (own.split(), rest.split())
+
+    def test_a_value_with_spaces_stays_one_word(self):
+        words = ["--prompt", "--backend mlx", "--debug"]
+        assert forward.take_own(words, self.parser) == (["--debug"], words[:2])
+
+    def test_before_the_command_the_rest_is_untouched(self):
+        words = ["--backend", "mlx", "--debug", "generate", "--debug", "--prompt", "--backend"]
+        assert forward.take_own(words) == (words[:3], words[3:])
+
+    def test_window_is_ours_where_the_command_has_none(self):
+        theirs = argparse.ArgumentParser()
+        assert forward.take_own(["--max-kv-size", "7"], theirs) == (["--max-kv-size", "7"], [])
+
+
+class TestDispatch:
+    def test_command_list_is_that_of_mlx_lm(self):
+        from mlx_lm import cli as theirs
+
+        source = inspect.getsource(theirs.main)
+        found = forward.commands()
+        assert {"generate", "server", "lora", "awq"} <= set(found)
+        assert all(f'"{name}"' in source for name in found)
+        assert source.split("subpackages")[0].count('",') == len(found)
+        assert found["awq"] == "mlx_lm.quant.awq"
+        assert found["generate"] == "mlx_lm.generate"
+
+    def test_forwarded_words_and_program_name(self, received):
+        assert cli.main(["generate", "--backend", "mlx", "--prompt", "--backend"]) == 0
+        assert received["args"].prompt == "--backend"
+        assert received["argv"][0] == "husky generate"
+        assert not {"backend", "debug", "max_context"} & set(vars(received["args"]))
+
+    @pytest.mark.parametrize("place", ["before", "after"])
+    def test_options_reach_load_from_both_sides(self, received, monkeypatch, place):
+        from husky_mlx import dropin
+
+        kept = []
+        monkeypatch.setattr(dropin.DropIn, "uninstall", _spy(dropin.DropIn.uninstall, kept))
+        ours = ["--backend", "mlx", "--max-context", "64", "--max-kv-size", "32"]
+        words = [*ours, "generate"] if place == "before" else ["generate", *ours]
+        assert cli.main([*words, "--model", "m"]) == 0
+        (installed,) = kept
+        assert (installed.backend, installed.max_context, installed.max_kv_size) == ("mlx", 64, 32)
+        assert received["args"].max_kv_size == 32
+
+    def test_window_is_dropped_with_a_draft_model(self, received, monkeypatch, capsys):
+        from husky_mlx import dropin
+
+        kept = []
+        monkeypatch.setattr(dropin.DropIn, "uninstall", _spy(dropin.DropIn.uninstall, kept))
+        words = ["generate", "--model", "m", "--draft-model", "d", "--max-kv-size", "8"]
+        assert cli.main(words) == 0
+        assert kept[0].max_kv_size is None
+        assert "no effect together with --draft-model" in capsys.readouterr().err
+
+    def test_hyphens_are_underscores(self, capsys):
+        assert cli.main(["cache-prompt", "--help"]) == 0
+        assert "usage: husky cache_prompt" in capsys.readouterr().out
+
+    def test_sys_argv_and_argparse_are_put_back(self, received):
+        argv, parse_args = sys.argv, argparse.ArgumentParser.parse_args
+        assert cli.main(["generate", "--prompt", "x", "--no-such-option"]) == 2
+        assert sys.argv is argv
+        assert argparse.ArgumentParser.parse_args is parse_args
+
+    def test_missing_package_is_named(self, monkeypatch, capsys):
+        monkeypatch.setattr(forward, "commands", lambda: {"evaluate": "mlx_lm.no_such_module"})
+        assert cli.main(["evaluate"]) == 1
+        assert capsys.readouterr().err == (
+            "husky: error: husky evaluate needs the package 'mlx_lm.no_such_module', "
+            "which is not installed\n"
+        )
+
+
+class TestExitCodes:
+    def test_unknown_command_suggests(self, capsys):
+        assert cli.main(["genrate"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("husky: error: unknown command 'genrate'; did you mean generate")
+        assert error.count("\n") == 1
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ["--no-such-option", "generate"],
+            ["--backend", "torch", "generate"],
+            ["generate", "--backend", "torch"],
+            ["generate", "--max-context", "0"],
+            ["generate", "--max-tokens", "many"],
+            ["models", "--backend", "mlx"],
+            ["demo", "--max-tokens"],
+        ],
+    )
+    def test_usage(self, words, capsys):
+        assert cli.main(words) == 2
+        assert "husky" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("error", "line"),
+        [
+            (HuskyError("first\n  second"), "husky: error: first second\n"),
+            (OSError("gone"), "husky: error: gone\n"),
+            (KeyError("factor"), "husky: error: KeyError: 'factor'\n"),
+            (RuntimeError(), "husky: error: RuntimeError: \n"),
+        ],
+    )
+    def test_failure_is_one_line(self, monkeypatch, capsys, error, line):
+        def fail(*_):
+            raise error
+
+        monkeypatch.setattr(forward, "commands", fail)
+        assert cli.main(["generate"]) == 1
+        assert capsys.readouterr().err == line
+
+    @pytest.mark.parametrize("words", [["--debug", "generate"], ["generate", "--debug"]])
+    def test_debug_shows_the_traceback(self, monkeypatch, capsys, words):
+        missing = "/no/such/model"
+        assert cli.main([*words, "--model", missing]) == 1
+        error = capsys.readouterr().err
+        assert "Traceback" in error
+        assert error.splitlines()[-1].startswith("husky: error: ")
+
+    def test_interrupted(self, monkeypatch):
+        def interrupt():
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(forward, "commands", interrupt)
+        assert cli.main(["generate"]) == 130
+
+    @pytest.mark.parametrize(("code", "expected"), [(None, 0), (0, 0), (3, 3), ("why", 1)])
+    def test_system_exit_of_a_command(self, monkeypatch, code, expected):
+        def leave():
+            raise SystemExit(code)
+
+        monkeypatch.setattr(forward, "commands", leave)
+        assert cli.main(["generate"]) == expected
+
+    def test_closed_pipe_is_quiet(self):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "husky_mlx", "models"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+        )
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        process.stderr.close()
+        assert process.wait() == 1
+
+    def test_compile_is_honest(self, capsys):
+        assert cli.main_compile() == 1
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert "packs the weights each time a model is loaded" in captured.err
+
+
+class TestHelp:
+    def test_overview_lists_every_command(self, capsys):
+        assert cli.main([]) == 0
+        bare = capsys.readouterr().out
+        assert cli.main(["--help"]) == 0
+        assert capsys.readouterr().out == bare
+        rows = {line.split()[0] for line in bare.splitlines() if line.startswith("  ")}
+        assert {"demo", "models", "bench", *forward.commands()} <= rows
+
+    def test_every_known_command_has_a_line(self):
+        assert set(forward.commands()) <= set(cli._DESCRIPTIONS)
+
+    def test_command_help_names_ours(self, capsys):
+        assert cli.main(["generate", "--help"]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert text.startswith("usage: husky generate ")
+        assert "--prompt-cache-file" in text
+        assert "--backend {husky,mlx}" in text
+        assert "--max-context N" in text
+
+    def test_version(self):
+        from importlib.metadata import version
+
+        import husky_mlx
+
+        result = husky("--version")
+        assert result.returncode == 0
+        assert result.stdout.splitlines() == [
+            f"husky_mlx {husky_mlx.__version__}",
+            f"mlx {version('mlx')}",
+            f"mlx-lm {version('mlx-lm')}",
+        ]
+
+    @pytest.mark.parametrize("word", ["--help", "--version"])
+    def test_light_answers_import_neither_mlx_nor_mlx_lm(self, word):
+        code = (
+            "import sys; from husky_mlx.cli import main; main([sys.argv[1]]); "
+            "print(sorted({'mlx', 'mlx_lm', 'transformers', 'numpy'} & set(sys.modules)))"
+        )
+        result = subprocess.run(
+            [sys.executable, "-c", code, word], capture_output=True, text=True, cwd=ROOT
+        )
+        assert result.stdout.splitlines()[-1] == "[]"
+
+
+class TestPrompts:
+    """What text reaches generation, on FIX-B with its byte-level tokenizer."""
+
+    @pytest.fixture
+    def prompt_of(self, model, monkeypatch):
+        import mlx_lm.generate  # noqa: F401
+
+        kept = []
+
+        def keep(_model, tokenizer, prompt, **_options):
+            kept.append(tokenizer.decode(prompt))
+
+        monkeypatch.setattr(sys.modules["mlx_lm.generate"], "generate", keep)
+
+        def run(*words: str) -> str:
+            common = ["--model", str(model), "--ignore-chat-template", "--verbose", "T"]
+            assert cli.main(["generate", *common, *words]) == 0
+            return kept.pop()
+
+        return run
+
+    @pytest.mark.parametrize(
+        ("given", "arrives"),
+        [
+            ("--prompt=h\u00e9llo\\nworld", "h\u00e9llo\nworld"),
+            ("--prompt=\u65e5\u672c\\t\u8a9e", "\u65e5\u672c\t\u8a9e"),
+            # mlx-lm's rule: backslash-n and backslash-t are always escapes, in a path too.
+            ("--prompt=C:\\new", "C:\new"),
+            ("--prompt=-x", "-x"),
+            ("--prompt=--debug", "--debug"),
+        ],
+    )
+    def test_escapes_C123(self, prompt_of, given, arrives):
+        assert prompt_of(given) == arrives
+
+    def test_prompt_that_looks_like_our_option(self, prompt_of):
+        assert prompt_of("--prompt", "--backend", "--max-context", "64") == "--backend"
+
+    @pytest.mark.parametrize("text", ["one\ntwo\nthree\n", ""])
+    def test_stdin_C123(self, prompt_of, monkeypatch, text):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        assert prompt_of("--prompt", "-") == text
+
+    def test_an_empty_prompt_is_one_clear_error_C123(self, model):
+        words = ["generate", "--model", str(model), "--ignore-chat-template", "--prompt", "-"]
+        result = husky(*words, input="")
+        assert result.returncode == 1
+        assert [line for line in result.stderr.splitlines() if "prompt" in line] == [
+            result.stderr.splitlines()[-1]
+        ]
+        assert result.stderr.splitlines()[-1].startswith("husky: error: ")
+
+
+class TestProcess:
+    """Real processes on FIX-B."""
+
+    def test_generate_equals_mlx_lm(self, model):
+        words = ["--model", str(model), "--prompt", "hello", "--max-tokens", "12"]
+        ours = husky("generate", *words, "--verbose", "F")
+        stock = subprocess.run(
+            [sys.executable, "-m", "mlx_lm", "generate", *words, "--verbose", "F"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert ours.returncode == 0, ours.stderr
+        assert ours.stdout == stock.stdout
+        assert stock.stdout.strip()
+
+    def test_missing_model_is_one_line(self):
+        result = husky("generate", "--model", "/no/such/folder", "--prompt", "x")
+        assert result.returncode == 1
+        assert result.stdout == ""
+        lines = [line for line in result.stderr.splitlines() if "husky" in line]
+        assert len(lines) == 1
+        assert lines[0].startswith("husky: error: ")
+        assert "/no/such/folder" in lines[0]
+
+    def test_no_bars_off_a_terminal(self, model):
+        result = husky("generate", "--model", str(model), "--prompt", "x", "--max-tokens", "2")
+        assert "it/s" not in result.stderr
+        assert "\r" not in result.stderr
+
+    def test_default_model_is_named(self):
+        """Offline, so it is named and then reported as missing."""
+        from mlx_lm.generate import DEFAULT_MODEL
+
+        result = husky("generate", "--prompt", "x", env={"HF_HUB_CACHE": "/no/cache"})
+        assert result.returncode == 1
+        assert f"husky: no --model given: using {DEFAULT_MODEL}" in result.stderr.splitlines()
+
+    def test_a_command_without_default_says_so(self, tmp_path):
+        result = husky("convert", "--mlx-path", str(tmp_path / "out"))
+        assert result.returncode == 1
+        assert result.stderr.splitlines()[-1] == (
+            "husky: error: no --model given, and this command has no default"
+        )
+
+
+class TestConvert:
+    def test_existing_folder_is_refused_C124(self, model, tmp_path, monkeypatch, capsys):
+        target = tmp_path / "out"
+        target.mkdir()
+        (target / "model-00001-of-00002.safetensors").write_bytes(b"older")
+        monkeypatch.setattr(
+            sys, "argv", ["husky-convert", "--model", str(model), "--mlx-path", str(target)]
+        )
+        assert cli.main_convert() == 1
+        assert str(target) in capsys.readouterr().err
+        assert [file.read_bytes() for file in target.iterdir()] == [b"older"]
+
+    def test_interrupted_output_is_not_a_model_C124(self, model, tmp_path, monkeypatch, capsys):
+        import mlx_lm.utils
+
+        def interrupt(*_arguments, **_options):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(mlx_lm.utils, "save_config", interrupt)
+        target = tmp_path / "out"
+        assert cli.main(["convert", "--model", str(model), "--mlx-path", str(target)]) == 130
+        assert (target / "model.safetensors").exists()
+        assert cli.main(["models", str(target)]) == 1
+        assert "config.json" in capsys.readouterr().out
+
+    def test_result_runs_on_mlx_lm_and_on_husky(self, model, tmp_path, capsys):
+        target = tmp_path / "q4"
+        words = ["--model", str(model), "--mlx-path", str(target), "-q", "--q-bits", "4"]
+        assert cli.main(["convert", *words]) == 0
+        config = json.loads((target / "config.json").read_text())
+        assert config["model_type"] == "llama"
+        assert config["quantization"]["bits"] == 4
+        capsys.readouterr()
+        answers = []
+        for backend in ("husky", "mlx"):
+            words = ["--model", str(target), "--prompt", "hello", "--max-tokens", "6"]
+            assert cli.main(["generate", "--backend", backend, *words, "--verbose", "F"]) == 0
+            answers.append(capsys.readouterr().out)
+        assert answers[0] == answers[1] != ""
+
+
+def _spy(function, kept: list):
+    def call(self, *arguments):
+        kept.append(self)
+        return function(self, *arguments)
+
+    return call

@@ -4,8 +4,10 @@ It speaks JSON lines. In: the specification, then ``{"prompt": ids, "generation_
 trial; the end of the input ends the process. Out: one line about the loaded model, then one line
 of figures a trial, or ``{"error": ...}`` as the last line. All other output goes to stderr.
 
-Stock mlx-lm runs in its fastest dtype: on a GPU the checkpoint's own, on the CPU build float32,
-because MLX multiplies 16-bit matrices far more slowly there.
+Stock mlx-lm runs in its fastest dtype: on a GPU the checkpoint's own, on the CPU build float32.
+Measured there (SmolLM2's dimensions, 2 x86 cores, mlx 0.32.4, decode tok/s): at 4 bit float32 9.8,
+bfloat16 0.75, float16 0.24; at 8 bit 9.6, 1.2, 0.16; at 16 bit 8.5, 6.6, 3.9. Only the prefill of
+unquantised bfloat16 is faster than float32 (23 against 14 tok/s).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as stock
 
-from husky_mlx.device import require_memory
+from husky_mlx.device import memory_left, require_memory
 from husky_mlx.errors import ContextLimitError
 
 STEP = 256  # mlx-lm's own growth: any other granularity would cost memory against it
@@ -43,7 +43,8 @@ def check_growth(caches: Sequence[Any], tokens: int, row_bytes: int) -> None:
     """Raise MemoryLimitError if appending ``tokens`` would grow the caches past the device.
 
     ``row_bytes`` is the size of one token's keys and values in one layer. All layers are counted
-    before any is allocated, with one layer's old buffer alive beside its new one.
+    before any is allocated, with one layer's old buffer alive beside its new one. The message says
+    how many tokens would fit.
     """
     growth = largest = rows = 0
     for cache in caches:
@@ -51,7 +52,13 @@ def check_growth(caches: Sequence[Any], tokens: int, row_bytes: int) -> None:
         growth += max(rows - cache.capacity(), 0) * row_bytes
         largest = max(largest, cache.capacity() * row_bytes)
     if growth:
-        require_memory(growth + largest, f"A KV cache of {rows:,} tokens")
+        held = sum(cache.capacity() for cache in caches)
+        spare = max(memory_left() - largest, 0) // row_bytes
+        require_memory(
+            growth + largest,
+            f"A KV cache of {rows:,} tokens",
+            f"About {(held + spare) // len(caches):,} tokens would fit.",
+        )
 
 
 def _resized(buffer: mx.array, rows: int, capacity: int) -> mx.array:

@@ -54,12 +54,12 @@ def read(path: Path, model_config: Mapping[str, Any] | None = None) -> Checkpoin
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a folder, with the stop tokens of generation_config.json where it has any."""
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     if config is None:
         raise CheckpointError(f"{folder / 'config.json'}: no such file, so this is not a model")
     generation = folder / "generation_config.json"
     try:
-        stop = (_read_json(generation) or {}).get("eos_token_id")
+        stop = (read_json(generation) or {}).get("eos_token_id")
     except CheckpointError:
         stop = None  # mlx-lm ignores a damaged generation_config.json too
     if stop:
@@ -67,12 +67,13 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file, None where there is no file; CheckpointError for anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(content).__name__}")
@@ -81,7 +82,9 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 def _read_safetensors(folder: Path, notes: list[str]) -> dict[str, mx.array]:
     files = sorted(folder.glob("model*.safetensors"))
-    weight_map = (_read_json(folder / INDEX) or {}).get("weight_map", {})
+    weight_map = (read_json(folder / INDEX) or {}).get("weight_map", {})
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise CheckpointError(f"{folder / INDEX}: weight_map must give a file name for each tensor")
     absent = sorted({name for name in weight_map.values() if not (folder / name).exists()})
     if not files:
         others = sorted(p.name for pattern in _OTHER_FORMATS for p in folder.glob(pattern))
@@ -90,7 +93,10 @@ def _read_safetensors(folder: Path, notes: list[str]) -> dict[str, mx.array]:
     weights: dict[str, mx.array] = {}
     for file in files:
         _check_file(file)
-        weights.update(mx.load(str(file)))  # type: ignore[arg-type]
+        try:
+            weights.update(mx.load(str(file)))  # type: ignore[arg-type]
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise CheckpointError(f"{file}: MLX cannot read it: {error}") from error
     if absent and not set(weight_map) <= set(weights):
         raise CheckpointError(
             f"{folder}: {INDEX} names {', '.join(absent)}, not there (incomplete download?)"

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from husky_mlx.errors import CheckpointError, UnsupportedModel
-from husky_mlx.rope import Rope, parse_rope
+from husky_mlx.rope import Rope, is_positive, parse_rope
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+MAX_LAYERS = 10_000
+MAX_SIZE = 2**31 - 1  # MLX counts a dimension in 32 bits
 
 # Fields that change what a llama-typed model computes, with the values that leave it a plain Llama.
 # Anything else in one of them is refused by name: ignoring it would answer, but wrongly.
 _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
-    "hidden_act": (None, "silu", "swish"),
+    "hidden_act": (None, "swish", "silu"),
     "partial_rotary_factor": (None, 1, 1.0),
     "num_experts": (None, 0, 1),
     "num_local_experts": (None, 0, 1),
@@ -80,8 +82,12 @@ class LlamaConfig:
         ]
         layer_types, window = _attention_kinds(config, sizes, malformed, unsupported)
         eps = config.get("rms_norm_eps")
-        if not isinstance(eps, int | float) or eps < 0:
-            malformed.append(f"rms_norm_eps must be a number, found {eps!r}")
+        if eps != 0 and not is_positive(eps):
+            malformed.append(f"rms_norm_eps must be a number, 0 or above, found {eps!r}")
+        trained = config.get("max_position_embeddings")
+        if trained is not None and not is_positive(trained):
+            malformed.append(f"max_position_embeddings must be above 0, found {trained!r}")
+        malformed += _stop_tokens(config.get("eos_token_id"))
         if malformed:
             raise CheckpointError(f"{source}: {'; '.join(malformed)}")
         if unsupported:
@@ -95,7 +101,7 @@ class LlamaConfig:
             rope=rope,
             layer_types=layer_types,
             sliding_window=window,
-            max_position_embeddings=config.get("max_position_embeddings"),
+            max_position_embeddings=trained,
             attention_bias=bool(config.get("attention_bias")),
             mlp_bias=bool(config.get("mlp_bias")),
             tie_word_embeddings=True if tied is None else bool(tied),
@@ -132,24 +138,19 @@ def _sizes(config: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
     sizes: dict[str, int] = {}
     malformed = []
 
-    def take(field: str, default: int | None = None) -> None:
+    def take(field: str, default: int | None = None, most: int = MAX_SIZE) -> None:
         value = config.get(field)
         if value is None:
             value = default
         if value is None:
             malformed.append(f"{field} is missing")
-        elif not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            malformed.append(f"{field} must be a whole number above 0, found {value!r}")
+        elif not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+            malformed.append(f"{field} must be a whole number from 1 to {most}, found {value!r}")
         else:
             sizes[field] = value
 
-    for field in (
-        "hidden_size",
-        "num_hidden_layers",
-        "intermediate_size",
-        "num_attention_heads",
-        "vocab_size",
-    ):
+    take("num_hidden_layers", most=MAX_LAYERS)
+    for field in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
         take(field)
     heads = sizes.get("num_attention_heads")
     take("num_key_value_heads", default=heads)
@@ -173,6 +174,13 @@ def _sizes(config: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
     return sizes, malformed
 
 
+def _stop_tokens(found: Any) -> list[str]:
+    tokens = found if isinstance(found, list) else [] if found is None else [found]
+    if all(isinstance(token, int) for token in tokens):
+        return []
+    return [f"eos_token_id must be a token id or a list of them, found {found!r}"]
+
+
 def _attention_kinds(
     config: Mapping[str, Any],
     sizes: Mapping[str, int],
@@ -188,6 +196,9 @@ def _attention_kinds(
         # transformers trains Mistral with the window on every layer; LlamaForCausalLM has none.
         slides = window is not None and config.get("model_type") == "mistral"
         kinds = ["sliding_attention" if slides else "full_attention"] * layers
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        malformed.append(f"layer_types must be a list of names, found {kinds!r}")
+        return (), None
     if len(kinds) != layers:
         malformed.append(f"layer_types has {len(kinds)} entries for {layers} layers")
     unknown = sorted({kind for kind in kinds if kind not in LAYER_TYPES})

@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
         max_kv_size=args.max_kv_size,
     )
     print(f"model   {args.model} ({path}), loaded in {time.perf_counter() - start:.1f} s")
-    print(f"plan    {getattr(model, 'plan', 'the model class and loop of mlx-lm')}")
+    plan = str(getattr(model, "plan", "the model class and loop of mlx-lm"))
+    print("plan    " + plan.replace("\n", "\n        "))
     print(f"prompt  {args.prompt}\n", flush=True)
     print(_answer(model, tokenizer, args.prompt, args.max_tokens))
     return 0

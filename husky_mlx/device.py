@@ -38,11 +38,19 @@ def activation_dtype(stored: mx.Dtype) -> mx.Dtype:
 
 @functools.cache
 def compile_problem() -> str | None:
-    """Why ``mx.compile`` cannot run here, or None.
+    """Why ``mx.compile`` cannot run here, or None; where it cannot, it is turned off.
 
     MLX's CPU backend builds fused kernels with g++ in the temporary folder; without either, the
     first compiled call would end the process's reply with an error.
     """
+    problem = _probe_compile()
+    if problem is not None:
+        # mlx-lm's samplers and MLX's activations are compiled functions too.
+        mx.disable_compile()
+    return problem
+
+
+def _probe_compile() -> str | None:
     if target() != "cpu":
         return None
     if shutil.which("g++") is None:
@@ -68,14 +76,22 @@ def memory_limit() -> int:
     return psutil.virtual_memory().total
 
 
-def require_memory(needed: int, purpose: str, advice: str = "") -> None:
-    """Raise MemoryLimitError if ``needed`` more bytes would pass ``memory_limit()``."""
-    limit, used = memory_limit(), mx.get_active_memory()
-    if used + needed <= limit:
+def memory_left() -> int:
+    """Bytes below ``memory_limit()`` that MLX does not hold yet."""
+    return max(memory_limit() - mx.get_active_memory(), 0)
+
+
+def require_memory(needed: int, purpose: str, advice: str) -> None:
+    """Raise MemoryLimitError if ``needed`` more bytes would pass ``memory_limit()``.
+
+    ``advice`` is a sentence on what would fit.
+    """
+    left = memory_left()
+    if needed <= left:
         return
     raise MemoryLimitError(
-        f"{purpose} needs {megabytes(needed)}, but {megabytes(max(limit - used, 0))} of this "
-        f"device's {megabytes(limit)} are left. {advice}".rstrip()
+        f"{purpose} needs {megabytes(needed)}, but {megabytes(left)} of this device's "
+        f"{megabytes(memory_limit())} are left. {advice}"
     )
 
 

@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import mlx.nn as nn
 import mlx_lm.utils
@@ -120,6 +120,7 @@ class DropIn:
             notice(f"no --model given: using {path_or_hf_repo}")
         path = str(sources.resolve(str(path_or_hf_repo), options.get("revision"), notify=notice))
         limits = {"max_context": self.max_context, "max_kv_size": self.max_kv_size}
+        husky_load = cast(Callable[..., Any], load)
         token = _inside_load.set(True)
         try:
             if self.chosen_backend == "husky":
@@ -129,7 +130,7 @@ class DropIn:
                     if path.endswith(".gguf"):
                         raise
                     self.notice_stock(str(path_or_hf_repo), error)
-            return load(path, *arguments, **options, backend="mlx")
+            return husky_load(path, *arguments, **options, backend="mlx")
         finally:
             _inside_load.reset(token)
 

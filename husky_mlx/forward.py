@@ -124,21 +124,23 @@ def forward(
     ``settings``. Whatever the command raises passes through.
     """
     from husky_mlx.dropin import DropIn
+    from husky_mlx.serving import checked_requests
 
     typed = sys.argv
-    with DropIn() as dropin:
-        try:
+    sys.argv = [f"husky {command}", *arguments]
+    try:
+        with DropIn() as dropin, contextlib.ExitStack() as stack:
             command_main = importlib.import_module(module).main
-        except ModuleNotFoundError as error:
-            raise HuskyError(
-                f"husky {command} needs the package {error.name!r}, which is not installed"
-            ) from error
-        sys.argv = [f"husky {command}", *arguments]
-        try:
+            if command == "server":
+                stack.enter_context(checked_requests())
             with _parser_hook(command, before, settings, dropin):
                 command_main()
-        finally:
-            sys.argv = typed
+    except ModuleNotFoundError as error:
+        raise HuskyError(
+            f"husky {command} needs the package {error.name!r}, which is not installed"
+        ) from error
+    finally:
+        sys.argv = typed
     return 0
 
 
@@ -154,7 +156,7 @@ def _parser_hook(
     stock = argparse.ArgumentParser.parse_args
 
     def parse_args(parser, args=None, namespace=None):
-        argparse.ArgumentParser.parse_args = stock
+        argparse.ArgumentParser.parse_args = stock  # type: ignore[method-assign]
         parser.prog = f"husky {command}"
         own, theirs = take_own(sys.argv[1:] if args is None else args, parser)
         own_options(parser.prog).parse_args([*before, *own], namespace=settings)

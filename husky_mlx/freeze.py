@@ -43,23 +43,22 @@ class DecodeStep:
     """One decode step over our caches; ``frozen.takes`` says for which calls."""
 
     def __init__(self, config: LlamaConfig, weights: StepWeights, plan: Plan):
-        self._config = config
-        self._weights = weights
+        # A compiled function is opaque to the garbage collector: what it closes over must not lead
+        # back here, or replaced weights would never be freed.
+        graph = StepGraph(config, weights, plan)
+        self._kind_of_layer = graph.kind_of_layer
         self._plan = plan
-        # Layers of a kind share the slot that they write and the mask of their live rows.
-        kinds = list(dict.fromkeys(config.layer_types))
-        self._kind_of_layer = [kinds.index(kind) for kind in config.layer_types]
-        self._logits_step = mx.compile(self._logits)
-        self._greedy_step = mx.compile(self._greedy)
+        self._logits = mx.compile(graph.logits)
+        self._greedy = mx.compile(graph.greedy)
 
     def logits(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """(B, 1) token ids -> logits (B, 1, vocabulary); each cache gains one row."""
-        (logits,) = self._run(self._logits_step, tokens, caches)
+        (logits,) = self._run(self._logits, tokens, caches)
         return logits
 
     def greedy(self, tokens: mx.array, caches: Sequence[Any]) -> tuple[mx.array, mx.array]:
         """(B, 1) token ids -> the next ones (B, 1) uint32, and the logits that they came from."""
-        token, logits = self._run(self._greedy_step, tokens, caches)
+        token, logits = self._run(self._greedy, tokens, caches)
         return token, logits
 
     def _run(self, step: Callable, tokens: mx.array, caches: Sequence[Any]) -> tuple[mx.array, ...]:
@@ -84,11 +83,24 @@ class DecodeStep:
         self._plan.count("frozen")
         return tuple(results)
 
-    def _greedy(self, *arguments: Any) -> tuple:
-        logits, keys, values = self._logits(*arguments)
+
+class StepGraph:
+    """The step as plain functions of arrays; layers, widths, heads and capacity are constants."""
+
+    def __init__(self, config: LlamaConfig, weights: StepWeights, plan: Plan):
+        self.config = config
+        self.weights = weights
+        self.plan = plan
+        # Layers of a kind share the slot that they write and the mask of their live rows.
+        kinds = list(dict.fromkeys(config.layer_types))
+        self.kind_of_layer = [kinds.index(kind) for kind in config.layer_types]
+
+    def greedy(self, *arguments: Any) -> tuple:
+        """``logits`` with the most likely tokens (B, 1) before them."""
+        logits, keys, values = self.logits(*arguments)
         return mx.argmax(logits, axis=-1), logits, keys, values
 
-    def _logits(
+    def logits(
         self,
         tokens: mx.array,
         positions: mx.array,
@@ -97,34 +109,37 @@ class DecodeStep:
         keys: list[mx.array],
         values: list[mx.array],
     ) -> tuple:
-        self._plan.count("traces")
-        config, weights = self._config, self._weights
-        masks: dict[int, mx.array] = {}
+        """(B, 1) tokens at ``positions`` (B,) -> logits (B, 1, vocabulary), keys, values.
+
+        ``places``: for each kind of layer (2,) int32, the slot to write and the live rows with it.
+        ``keys`` and ``values``: a buffer a layer, (B, kv_heads, capacity, head_dim).
+        """
+        self.plan.count("traces")
+        eps, scale = self.config.rms_norm_eps, self.config.attention_scale
+        weights = self.weights
+        live = [
+            _live_rows(keys[self.kind_of_layer.index(kind)].shape[2], place[1:], left_padding)
+            for kind, place in enumerate(places)
+        ]
         keys, values = list(keys), list(values)
         x = embed(tokens, weights.embedding)
-        for i, layer in enumerate(weights.layers):
-            kind = self._kind_of_layer[i]
-            slot, live = places[kind][:1], places[kind][1:]
-            if kind not in masks:
-                masks[kind] = _live_rows(keys[i].shape[2], live, left_padding)
+        for i, (kind, layer) in enumerate(zip(self.kind_of_layer, weights.layers, strict=True)):
             queries, keys[i], values[i] = rms_qkv_rope_append(
                 x,
                 layer.input_norm,
-                config.rms_norm_eps,
+                eps,
                 layer.qkv,
                 weights.rotate,
                 keys[i],
                 values[i],
                 positions,
-                slot,
+                places[kind][:1],
             )
-            attended = attention_decode(
-                queries, keys[i], values[i], config.attention_scale, masks[kind]
-            )
+            attended = attention_decode(queries, keys[i], values[i], scale, live[kind])
             x = o_proj_add(attended, x, layer.o_proj)
-            activated = rms_gate_up_swiglu(x, layer.post_norm, config.rms_norm_eps, layer.gate_up)
+            activated = rms_gate_up_swiglu(x, layer.post_norm, eps, layer.gate_up)
             x = down_add(activated, x, layer.down_proj)
-        return rms_lm_head(x, weights.norm, config.rms_norm_eps, weights.head), keys, values
+        return rms_lm_head(x, weights.norm, eps, weights.head), keys, values
 
 
 def _live_rows(capacity: int, live: mx.array, left_padding: mx.array | None) -> mx.array:

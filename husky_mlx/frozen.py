@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -38,7 +39,7 @@ class Frozen:
 
     def __deepcopy__(self, memo: dict) -> Frozen:
         """A copied model freezes its own step: compiled functions cannot be copied."""
-        return Frozen(self.config, Plan(**self.plan.choices()))
+        return Frozen(self.config, copy.deepcopy(self.plan, memo))
 
     def invalidate(self) -> None:
         """The weights changed: let go of the step, and with it of the fused buffers."""
@@ -92,7 +93,7 @@ class Frozen:
             embedding=model.model.embed_tokens,
             layers=layers,
             norm=model.model.norm.weight,
-            head=model.head,
+            head=model.head(),
             rotate=rotation(self.config.rope, self.config.head_dim),
         )
         self.plan.activations = str(model.model.activation_dtype()).removeprefix("mlx.core.")

@@ -7,6 +7,7 @@ decoding, a quantized cache, embeddings) runs in mlx-lm's own loop on our model.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Generator
 from typing import Any
@@ -92,8 +93,9 @@ def stream_generate(
     except MemoryLimitError:
         if last is None:
             raise
-        last.text, last.finish_reason = "", "length"
-        yield last
+        end = copy.copy(last)
+        end.text, end.finish_reason = "", "length"
+        yield end
 
 
 def generate(
@@ -164,7 +166,15 @@ def _greedy_responses(
     with wired_limit(model, [stream]):
         started = time.perf_counter()
         prompt_tps = 0.0
-        tokens = greedy_tokens(model, prompt, max_tokens, stream=stream, **options)
+        full = False
+
+        def no_room() -> None:
+            nonlocal full
+            full = True
+
+        tokens = greedy_tokens(
+            model, prompt, max_tokens, stream=stream, no_room=no_room, **options
+        )
         for count, (token, logits) in enumerate(tokens, start=1):
             if count == 1:
                 prompt_tps = prompt.size / (time.perf_counter() - started)
@@ -172,7 +182,7 @@ def _greedy_responses(
             stop = token in tokenizer.eos_token_ids
             if not stop:
                 detokenizer.add_token(token)
-            last = stop or count == max_tokens
+            last = stop or full or count == max_tokens
             if last:
                 detokenizer.finalize()
             yield GreedyResponse(

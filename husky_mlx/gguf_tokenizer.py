@@ -79,7 +79,6 @@ def load_tokenizer(path: Path, tokenizer_config: dict[str, Any] | None = None) -
         "add_bos_token": file.metadata.get("tokenizer.ggml.add_bos_token", begins),
         "add_eos_token": file.metadata.get("tokenizer.ggml.add_eos_token", False),
         "clean_up_tokenization_spaces": False,
-        "model_max_length": file.metadata.get("llama.context_length"),
         **(tokenizer_config or {}),
     }
     settings = {name: value for name, value in settings.items() if value is not None}
@@ -100,7 +99,7 @@ def _byte_level(file: GGUFFile) -> tuple[Tokenizer, bool]:
     merges = [tuple(merge.split(" ")) for merge in file.metadata.get("tokenizer.ggml.merges", [])]
     vocabulary = _vocabulary(file)
     for merge in merges:
-        if len(merge) != 2 or not {*merge, "".join(merge)} <= vocabulary.keys():
+        if len(merge) != 2 or any(part not in vocabulary for part in (*merge, "".join(merge))):
             raise CheckpointError(
                 f"{file.path}: tokenizer.ggml.merges has {' '.join(merge)!r}, "
                 "which does not join two tokens into a third"

@@ -24,11 +24,13 @@ def greedy_tokens(
     prompt_cache: list[Any],
     prefill_step_size: int = 2048,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
+    no_room: Callable[[], None] = lambda: None,
 ) -> Generator[tuple[int, mx.array], None, None]:
     """Yield (token id, logits of shape (vocabulary,)) for a prompt of shape (L,).
 
     ``max_tokens`` below 0 means no limit. The cache holds every token that was yielded when the
-    loop ends, as after mlx-lm's, unless its limit leaves no room for the last.
+    loop ends, as after mlx-lm's, unless its limit leaves no room for the last. Memory or the
+    cache's limit may end a reply early: ``no_room`` is called before that last token is yielded.
     """
     report = prompt_progress_callback or (lambda done, total: None)
     total = prompt.size
@@ -58,7 +60,9 @@ def greedy_tokens(
         mx.async_eval(token, logits)
         count = 0
         while count != max_tokens:
-            following = _unless_full(advance, token, last=count + 1 == max_tokens)
+            following = _unless_full(advance, token)
+            if following is None:
+                no_room()
             if count == 0:
                 mx.eval(token)
                 report(total, total)
@@ -72,15 +76,12 @@ def greedy_tokens(
 
 
 def _unless_full(
-    advance: Callable[[mx.array], tuple[mx.array, mx.array]], token: mx.array, last: bool
+    advance: Callable[[mx.array], tuple[mx.array, mx.array]], token: mx.array
 ) -> tuple[mx.array, mx.array] | None:
-    """Encode the step after ``token``; None where the last token of a reply finds no room."""
+    """Encode the step after ``token``; None where ``token`` finds no room in the cache."""
     try:
         following = advance(token)
     except (ContextLimitError, MemoryLimitError):
-        if last:
-            return None
-        mx.eval(token)
-        raise
+        return None
     mx.async_eval(*following)
     return following

@@ -15,7 +15,7 @@ from mlx_lm.utils import load as stock_load
 
 from husky_mlx import checkpoint, gguf_tokenizer, sources
 from husky_mlx.config import LlamaConfig
-from husky_mlx.device import megabytes, require_memory
+from husky_mlx.device import activation_dtype, megabytes, require_memory
 from husky_mlx.errors import UnsupportedModel
 from husky_mlx.model import SINK_TOKENS, Model
 from husky_mlx.structure import check_structure
@@ -149,9 +149,19 @@ def build_model(
 
 
 def _materialize(model: nn.Module) -> None:
+    if isinstance(model, Model):
+        _widen_scales(model)
     mx.eval(model.parameters())
     if isinstance(model, Model):
         model.prepare()
+
+
+def _widen_scales(model: Model) -> None:
+    """Scales and biases in the activation dtype: on the CPU MLX would convert them every token."""
+    for module in model.modules():
+        for name in ("scales", "biases"):
+            if name in module:
+                module[name] = module[name].astype(activation_dtype(module[name].dtype))
 
 
 def _refuse_foreign_quantization(config: Mapping[str, Any], source: str) -> None:

@@ -6,7 +6,7 @@ Paths and leaf types of the parameters are mlx-lm's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -167,7 +167,7 @@ class Model(Tracked):
             if step is not None:
                 return step.logits(inputs, cache)
         self.plan.count("reference")
-        return self.head(self.model(inputs, cache, input_embeddings))
+        return self.head()(self.model(inputs, cache, input_embeddings))
 
     def decode_step(self, inputs: mx.array, cache: Sequence[Any]) -> DecodeStep | None:
         """The frozen step if it takes this call; see ``Frozen.step_for``."""
@@ -178,11 +178,9 @@ class Model(Tracked):
         if self.plan.eager_reason is None:
             self._frozen.freeze(self)
 
-    def head(self, x: mx.array) -> mx.array:
-        """(..., hidden) -> logits (..., vocabulary)."""
-        if self.args.tie_word_embeddings:
-            return self.model.embed_tokens.as_linear(x)
-        return self.lm_head(x)
+    def head(self) -> Callable[[mx.array], mx.array]:
+        """The vocabulary projection: (..., hidden) -> logits (..., vocabulary)."""
+        return self.model.embed_tokens.as_linear if self.args.tie_word_embeddings else self.lm_head
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Drop what the model does not read: rotary tables, and the head of a tied model."""

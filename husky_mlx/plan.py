@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from dataclasses import dataclass, field, fields
-from typing import Any
 
 
 @dataclass
@@ -34,9 +34,9 @@ class Plan:
         """Add one to a counter."""
         self._counts[path] += 1
 
-    def choices(self) -> dict[str, Any]:
-        """The fields without the counters, to start another plan from."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+    def __deepcopy__(self, memo: dict) -> Plan:
+        """A copied model counts its own calls, from zero."""
+        return Plan(**{f.name: copy.copy(getattr(self, f.name)) for f in fields(self)})
 
     def __str__(self) -> str:
         step = (

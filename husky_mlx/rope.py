@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,11 @@ class Rope:
         return (table / (smooth + (1 - smooth) / self.factor)).astype(np.float32)
 
 
+def is_positive(value: Any) -> bool:
+    """Whether a value of a config is a finite number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
 def parse_rope(config: Mapping[str, Any]) -> tuple[Rope | None, list[str], list[str]]:
     """Read the rotary embedding of a config.json.
 
@@ -62,6 +68,12 @@ def parse_rope(config: Mapping[str, Any]) -> tuple[Rope | None, list[str], list[
         return None, [f"{field} must be an object, found {scaling!r}"], []
 
     theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
+    if not is_positive(theta):
+        return None, [f"rope_theta must be a number above 0, found {theta!r}"], []
+    rotated = scaling.get("partial_rotary_factor")
+    if rotated not in (None, 1):
+        found = f"{field}.partial_rotary_factor is {rotated!r}, supported is 1"
+        return None, [], [found]
     traditional = bool(config.get("rope_traditional") or False)
     kind = scaling.get("rope_type") or scaling.get("type")
     numbers = {k: v for k, v in scaling.items() if k not in ("rope_type", "type", "rope_theta")}
@@ -84,7 +96,7 @@ def parse_rope(config: Mapping[str, Any]) -> tuple[Rope | None, list[str], list[
         value = scaling.get(name)
         if value is None and name == "factor":
             malformed.append(f"{field}.factor is missing (rope_type {kind!r} needs it)")
-        elif value is not None and (not isinstance(value, int | float) or value <= 0):
+        elif value is not None and not is_positive(value):
             malformed.append(f"{field}.{name} must be a number above 0, found {value!r}")
         elif value is not None:
             constants[name] = value

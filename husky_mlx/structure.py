@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 
 import mlx.core as mx
 
@@ -10,41 +11,55 @@ from husky_mlx.config import LlamaConfig
 from husky_mlx.errors import CheckpointError
 
 _FLOATS = (mx.float16, mx.bfloat16, mx.float32)
+_AFFINE_BITS = (2, 3, 4, 5, 6, 8)
+_AFFINE_GROUPS = (32, 64, 128)
+_MX_FORMATS = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
+_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 
 
 def check_structure(config: LlamaConfig, weights: Mapping[str, mx.array], source: str) -> None:
     """Compare every tensor with what the config needs.
 
-    Raises CheckpointError listing all mismatches: missing and extra tensors, shapes (expected and
-    found), packed shapes that fit no bit width, and dtypes.
+    Raises CheckpointError listing all mismatches: the number of layers, missing and extra tensors,
+    shapes (expected and found), packed shapes that fit no bit width, and dtypes.
     """
-    expected = expected_shapes(config)
+    stored = {int(match[1]) for match in map(_LAYER.match, weights) if match}
+    layers = [layer for layer in range(config.num_hidden_layers) if layer in stored]
     wrong = []
+    if len(layers) < config.num_hidden_layers or len(stored) > len(layers):
+        wrong.append(
+            f"num_hidden_layers is {config.num_hidden_layers}, found tensors of {len(stored)} "
+            f"layers{f' ({min(stored)} to {max(stored)})' if stored else ''}"
+        )
+    expected = expected_shapes(config, layers)
+    packed = {
+        name.removesuffix(".weight")
+        for name, shape in expected.items()
+        if len(shape) == 2 and f"{name.removesuffix('.weight')}.scales" in weights
+    }
     for name, shape in expected.items():
         base = name.removesuffix(".weight")
         if name not in weights:
             because = " (tie_word_embeddings is false)" if name == "lm_head.weight" else ""
             wrong.append(f"{name} is missing{because}")
-        elif f"{base}.scales" in weights:
+        elif base in packed:
             wrong += _packed_mismatch(base, shape, weights)
         else:
-            wrong += _mismatch(name, shape, weights[name], _FLOATS)
-    companions = {
-        f"{name.removesuffix('.weight')}.{part}"
-        for name in expected
-        for part in ("scales", "biases")
-    }
+            wrong += _mismatch(name, shape, weights[name])
+    companions = {f"{base}.{part}" for base in packed for part in ("scales", "biases")}
     wrong += [
         f"{name} is not part of this model"
         for name in weights
-        if name not in expected and name not in companions
+        if name not in expected and name not in companions and not _of_another_layer(name, layers)
     ]
     if wrong:
-        raise CheckpointError(f"{source}: {len(wrong)} tensors do not fit: {'; '.join(wrong)}")
+        raise CheckpointError(f"{source}: the tensors do not fit the config: {'; '.join(wrong)}")
 
 
-def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Parameter name -> shape before quantization, for every tensor of the model."""
+def expected_shapes(
+    config: LlamaConfig, layers: Collection[int] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> shape before quantization, with all layers or only these."""
     hidden, wide = config.hidden_size, config.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
@@ -61,7 +76,7 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (wide, hidden, config.mlp_bias),
         "mlp.down_proj": (hidden, wide, config.mlp_bias),
     }
-    for layer in range(config.num_hidden_layers):
+    for layer in range(config.num_hidden_layers) if layers is None else layers:
         prefix = f"model.layers.{layer}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{prefix}.{norm}.weight"] = (hidden,)
@@ -72,17 +87,19 @@ def expected_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _mismatch(
-    name: str, shape: tuple[int, ...], value: mx.array, dtypes: tuple[mx.Dtype, ...]
-) -> list[str]:
+def _of_another_layer(name: str, layers: Collection[int]) -> bool:
+    match = _LAYER.match(name)
+    return match is not None and int(match[1]) not in layers
+
+
+def _mismatch(name: str, shape: tuple[int, ...], value: mx.array) -> list[str]:
     wrong = []
     if tuple(value.shape) != shape:
-        hint = " (vocab_size)" if name.startswith(("lm_head", "model.embed_tokens")) else ""
-        wrong.append(f"{name} should have shape {shape}{hint}, found {tuple(value.shape)}")
-    if value.dtype not in dtypes:
-        names = ", ".join(str(dtype).removeprefix("mlx.core.") for dtype in dtypes)
-        found = str(value.dtype).removeprefix("mlx.core.")
-        wrong.append(f"{name} should be one of {names}, found {found}")
+        found = tuple(value.shape)
+        wrong.append(f"{name} should have shape {shape}{_hint(name)}, found {found}")
+    if value.dtype not in _FLOATS:
+        names = ", ".join(map(_name, _FLOATS))
+        wrong.append(f"{name} should be one of {names}, found {_name(value.dtype)}")
     return wrong
 
 
@@ -91,26 +108,46 @@ def _packed_mismatch(
 ) -> list[str]:
     """Check a packed matrix, (rows, columns) before packing, against its words and scales."""
     rows, columns = shape
-    packed, scales = weights[f"{base}.weight"], weights[f"{base}.scales"]
-    if packed.ndim != 2 or scales.ndim != 2 or packed.dtype != mx.uint32:
-        return [
-            f"{base} should be packed uint32 of 2 dimensions, found {packed.dtype} {packed.shape}"
-        ]
-    wrong = []
-    if packed.shape[0] != rows or scales.shape[0] != rows:
-        hint = " (vocab_size)" if base in ("lm_head", "model.embed_tokens") else ""
-        wrong.append(f"{base} should have {rows} rows{hint}, found {packed.shape[0]}")
-    bits = packed.shape[1] * 32 / columns
-    if bits not in (2, 3, 4, 5, 6, 8):
-        wrong.append(
-            f"{base} has {packed.shape[1]} words a row: no bit width packs {columns} values so"
-        )
-    if scales.shape[1] == 0 or columns % scales.shape[1]:
-        wrong.append(f"{base} has {scales.shape[1]} scales a row for {columns} values")
+    words, scales = weights[f"{base}.weight"], weights[f"{base}.scales"]
     biases = weights.get(f"{base}.biases")
+    if words.ndim != 2 or scales.ndim != 2 or words.dtype != mx.uint32:
+        return [
+            f"{base} should be packed uint32 of 2 dimensions with scales of 2, "
+            f"found {_name(words.dtype)} {words.shape} and {scales.shape}"
+        ]
+    wrong = [
+        f"{base}.{part} should have {rows} rows{_hint(base)}, found {value.shape[0]}"
+        for part, value in (("weight", words), ("scales", scales))
+        if value.shape[0] != rows
+    ]
+    bits = words.shape[1] * 32 / columns
+    group = columns / scales.shape[1] if scales.shape[1] else 0
+    layout = f"{words.shape[1]} words and {scales.shape[1]} scales a row for {columns} values"
     if scales.dtype == mx.uint8:
-        return wrong  # the mx formats have no biases
-    if biases is None or biases.shape != scales.shape:
-        found = "none" if biases is None else str(tuple(biases.shape))
-        wrong.append(f"{base}.biases should have shape {tuple(scales.shape)}, found {found}")
+        if (bits, group) not in _MX_FORMATS:
+            wrong.append(f"{base} has {layout}: that is none of {list(_MX_FORMATS.values())}")
+        if biases is not None:
+            wrong.append(f"{base}.biases is not part of a matrix with uint8 scales")
+        return wrong
+    if bits not in _AFFINE_BITS or group not in _AFFINE_GROUPS:
+        wrong.append(
+            f"{base} has {layout}: supported are {_AFFINE_BITS} bits in groups of {_AFFINE_GROUPS}"
+        )
+    if scales.dtype not in _FLOATS:
+        wrong.append(f"{base}.scales should be floats or uint8, found {_name(scales.dtype)}")
+    if biases is None:
+        wrong.append(f"{base}.biases is missing")
+    elif (biases.shape, biases.dtype) != (scales.shape, scales.dtype):
+        wrong.append(
+            f"{base}.biases should be {_name(scales.dtype)} {scales.shape} as the scales, "
+            f"found {_name(biases.dtype)} {biases.shape}"
+        )
     return wrong
+
+
+def _hint(name: str) -> str:
+    return " (vocab_size)" if name.startswith(("lm_head", "model.embed_tokens")) else ""
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")

@@ -14,6 +14,7 @@ from husky_mlx.config import LAYER_TYPES, SUPPORTED_MODEL_TYPES, LlamaConfig
 from husky_mlx.errors import CheckpointError, UnsupportedModel
 from husky_mlx.frozen import eager_reason
 from husky_mlx.gguf_file import BLOCK_TYPES
+from husky_mlx.loading import _refuse_foreign_quantization
 from husky_mlx.rope import SUPPORTED_ROPE_TYPES
 
 FAST, REFERENCE, REFUSED = "fast", "reference", "refused"
@@ -72,6 +73,7 @@ def support_list() -> dict[str, list[str]]:
         "attention": list(LAYER_TYPES),
         "rope types": list(SUPPORTED_ROPE_TYPES),
         "formats": ["folder or Hugging Face repo of safetensors", ".gguf of architecture llama"],
+        "quantization": ["none", "MLX's own layouts: any bits and group size, mixed too"],
         "gguf tensor types": [name for name, _, _ in BLOCK_TYPES.values()],
         "gguf tokenizers": ["SentencePiece", *sorted(gguf_tokenizer.WORD_RULES)],
         "aliases": sorted(sources.ALIASES),
@@ -89,6 +91,7 @@ def check(name: str) -> Verdict:
         config = gguf.read_config(path) if path.is_file() else checkpoint.read_config(path)
         verdict.facts = _facts(config, path)
         LlamaConfig.from_dict(config, source=str(path))
+        _refuse_foreign_quantization(config, str(path))
         if path.is_file():
             gguf_tokenizer.load_tokenizer(path)
     except UnsupportedModel as error:
@@ -129,7 +132,8 @@ def _quantization(config: Mapping[str, Any]) -> str:
     settings = {k: v for k, v in quantization.items() if not isinstance(v, Mapping)}
     text = ", ".join(f"{key} {value}" for key, value in settings.items())
     exceptions = sum(isinstance(v, Mapping) for v in quantization.values())
-    return text + (f", {exceptions} modules of their own" if exceptions else "")
+    own = "1 module of its own" if exceptions == 1 else f"{exceptions} modules of their own"
+    return f"{text}, {own}" if exceptions else text
 
 
 def _index_size(path: Path) -> str | None:

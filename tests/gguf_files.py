@@ -81,7 +81,7 @@ def fix_a_weights() -> dict[str, np.ndarray]:
 
 
 def llama_cpp_order(rows: np.ndarray, heads: int) -> np.ndarray:
-    """q or k as llama.cpp's converter stores it: rows i and i + half of a head become neighbours."""
+    """q or k as llama.cpp's converter stores it: rows i and i + half a head become neighbours."""
     half = len(rows) // heads // 2
     order = [
         head * 2 * half + half * part + i
@@ -135,3 +135,11 @@ def fix_a_tensors(kinds: dict[str, Types] | None = None) -> dict[str, tuple[np.n
         wanted = [kind for end, kind in (kinds or {}).items() if stem.endswith(end)]
         tensors[stored] = (array, wanted[-1] if wanted else Types.F32)
     return tensors
+
+
+def write_tokenizer(path: Path, tokens: list[str], metadata: dict[str, Any]) -> Path:
+    """A whole tiny model, which llama.cpp loads too, with this many tokens and these metadata."""
+    tensors = fix_a_tensors()
+    del tensors["output.weight"]
+    tensors["token_embd.weight"] = (np.zeros((len(tokens), 64), np.float32), Types.F32)
+    return write(path, tensors, {"tokenizer.ggml.tokens": tokens, **metadata})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import importlib
 import sys
 from pathlib import Path
 
@@ -12,7 +12,8 @@ import mlx_lm.generate
 import mlx_lm.models.llama
 import mlx_lm.utils
 import pytest
-from server_fixture import CONFIG, write_fix_b
+from fixtures import FIX_B
+from server_fixture import write_fix_b
 
 from husky_mlx import dropin, sources
 from husky_mlx.config import SUPPORTED_MODEL_TYPES, LlamaConfig
@@ -53,6 +54,7 @@ def test_plain_import_changes_nothing():
 
 
 def test_everything_is_put_back():
+    sys.modules.pop("mlx_lm.cache_prompt", None)
     before = snapshot()
     stock = (mlx_lm.load, mlx_lm.stream_generate, mlx_lm.utils.load_tokenizer)
     with DropIn():
@@ -62,12 +64,11 @@ def test_everything_is_put_back():
         assert ("mlx_lm.generate", "load") in bound
         assert all(inside[key] not in stock for key in bound)
         assert inside["mlx_lm.tokenizer_utils", "load"] is before["mlx_lm.tokenizer_utils", "load"]
-        import mlx_lm.cache_prompt
-
-        assert mlx_lm.cache_prompt.load is mlx_lm.utils.load
+        late = importlib.import_module("mlx_lm.cache_prompt")
+        assert late.load is mlx_lm.utils.load
     after = snapshot()
     assert {key: after[key] for key in before} == before
-    assert mlx_lm.cache_prompt.load is mlx_lm.utils.load is before["mlx_lm.utils", "load"]
+    assert late.load is mlx_lm.utils.load is stock[0]
 
 
 def test_put_back_after_an_error():
@@ -128,7 +129,7 @@ class TestLoadModel:
     def test_tokenizer_defaults_find_the_module(self, model):
         with DropIn():
             assert mlx_lm.utils._tokenizer_defaults(model) is None
-            assert mlx_lm.utils._get_classes(copy.deepcopy(CONFIG))[0].__module__ == dropin.MODULE
+            assert mlx_lm.utils._get_classes(dict(FIX_B))[0].__module__ == dropin.MODULE
 
 
 class TestLoad:

@@ -243,9 +243,9 @@ def test_stop_tokens_are_all_that_the_file_names(tmp_path: Path) -> None:
 
 def test_vocabulary_sizes_must_agree(tmp_path: Path) -> None:
     metadata = {"tokenizer.ggml.tokens": [f"t{i}" for i in range(97)]}
-    with pytest.raises(CheckpointError, match="96 rows.*97 entries"):
+    with pytest.raises(CheckpointError, match=r"96 rows.*97 entries"):
         gguf.read_config(write(tmp_path / "a.gguf", fix_a_tensors(), metadata))
-    with pytest.raises(CheckpointError, match="96 rows.*vocab_size is 95"):
+    with pytest.raises(CheckpointError, match=r"96 rows.*vocab_size is 95"):
         gguf.read_config(write(tmp_path / "b.gguf", fix_a_tensors(), {"llama.vocab_size": 95}))
 
 

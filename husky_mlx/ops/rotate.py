@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 import mlx.core as mx
 
 from husky_mlx.rope import Rope
 
-Rotation = partial
+Rotation = Callable[..., mx.array]
 
 
 def rotation(rope: Rope, head_dim: int) -> Rotation:
@@ -17,11 +17,18 @@ def rotation(rope: Rope, head_dim: int) -> Rotation:
     ``offset`` is the position of the first token: an int, or an array of shape () or (B,).
     """
     table = rope.wavelength_table(head_dim)
-    return partial(
-        mx.fast.rope,
-        dims=head_dim,
-        traditional=rope.traditional,
-        base=rope.theta if table is None else None,
-        scale=rope.position_scale,
-        freqs=None if table is None else mx.array(table),
-    )
+    freqs = None if table is None else mx.array(table)
+
+    # Not a partial of MLX's function, which cannot be copied: mlx-lm deep-copies whole models.
+    def rotate(x: mx.array, offset: int | mx.array) -> mx.array:
+        return mx.fast.rope(
+            x,
+            head_dim,
+            traditional=rope.traditional,
+            base=rope.theta if table is None else None,
+            scale=rope.position_scale,
+            offset=offset,
+            freqs=freqs,
+        )
+
+    return rotate

@@ -1,0 +1,24 @@
+"""Fixtures shared by the suite."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fixtures import write_tokenizer
+
+
+@pytest.fixture(scope="session")
+def plain_tokenizer(tmp_path_factory):
+    """The FIX-B tokenizer with no stop token, so that a reply has the length asked for."""
+    from mlx_lm.tokenizer_utils import load
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder)
+    tokenizer = load(folder)
+    tokenizer.eos_token_ids = set()
+    return tokenizer

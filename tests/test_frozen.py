@@ -1,0 +1,250 @@
+"""The frozen step: traces, growth, memory, and weights that change under it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from fixtures import FIX_A, PROMPT, mlx_weights
+from mlx_lm.generate import generate_step, generation_stream
+from test_parity import stock_model
+
+from husky_mlx.greedy import greedy_tokens
+from husky_mlx.loading import build_model
+
+# Buffers that dwarf a step's temporaries, so that a copy of one shows in the peak.
+WIDE_CACHE = {**FIX_A, "head_dim": 64, "max_position_embeddings": 8192}
+
+
+def fresh_model(config=FIX_A, **options):
+    return build_model(config, mlx_weights(config), **options)
+
+
+def decode(model, prompt, count, cache=None, stream=generation_stream):
+    """Token ids of the greedy loop, and the cache that it filled."""
+    cache = cache or model.make_cache()
+    tokens = greedy_tokens(model, mx.array(prompt), count, stream=stream, prompt_cache=cache)
+    return [token for token, _ in tokens], cache
+
+
+def test_500_steps_across_growths_equal_mlx_lm_with_one_trace_a_capacity():
+    model = fresh_model()
+    expected = [
+        int(t)
+        for t, _ in generate_step(
+            mx.array(PROMPT), stock_model(FIX_A, mlx_weights(FIX_A)), max_tokens=500
+        )
+    ]
+    tokens, cache = decode(model, PROMPT, 500)
+    assert tokens == expected
+    assert cache[0].offset == 540, "the prompt and every token that was yielded"
+    # 40 + 256 expected tokens need 512 rows; 540 need 768.
+    assert cache[0].capacity() == 768
+    assert model.plan.counts == {"frozen": 501, "reference": 1, "traces": 2}
+    decode(model, PROMPT, 500)
+    assert model.plan.counts["traces"] == 2, "a second reply traces nothing"
+
+
+def test_a_growth_is_one_copy_of_one_layer_at_a_time_and_nothing_else_is_copied():
+    model = fresh_model(WIDE_CACHE)
+    cache = model.make_cache()
+    tokens = greedy_tokens(
+        model,
+        mx.array(PROMPT * 50),
+        400,
+        stream=generation_stream,
+        prompt_cache=cache,
+        prefill_step_size=256,
+    )
+    peaks, capacities = [], []
+    for _ in tokens:
+        peaks.append(mx.get_peak_memory() - mx.get_active_memory())
+        capacities.append(cache[0].capacity())
+        mx.reset_peak_memory()
+    assert capacities[0] == 2304 and capacities[-1] == 2560, "the reply crosses one growth"
+    buffer = 2304 * 2 * 64 * 4  # rows, kv heads, head_dim, float32
+    copies = [peak for peak in peaks[1:] if peak > buffer // 4]
+    assert len(copies) == 1, "only the growth copies a buffer"
+    assert copies[0] < 3 * buffer, "the old keys and values of one layer at a time"
+
+
+def test_no_memory_and_no_arrays_gained_per_token_C135():
+    model = fresh_model()
+    decode(model, PROMPT, 3)
+    cache = model.make_cache()
+    tokens = greedy_tokens(
+        model, mx.array(PROMPT), 200, stream=generation_stream, prompt_cache=cache
+    )
+    active, arrays = {}, {}
+    for count, _ in enumerate(tokens):
+        if count in (20, 190):
+            mx.clear_cache()
+            active[count] = mx.get_active_memory()
+            arrays[count] = sum(isinstance(o, mx.array) for o in gc.get_objects())
+    assert active[190] - active[20] < 4096
+    assert arrays[190] <= arrays[20]
+
+
+def test_capacity_follows_the_need_and_not_max_context():
+    small, large = fresh_model(max_context=600), fresh_model(max_context=1_000_000)
+    tokens, cache = decode(small, PROMPT, 30)
+    more_tokens, more_cache = decode(large, PROMPT, 30)
+    assert tokens == more_tokens
+    assert cache[0].capacity() == more_cache[0].capacity() == 256
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("reply", [1, 2, 255, 256, 257])
+def test_short_prompts_and_replies_that_end_on_a_capacity(length, reply):
+    model = fresh_model()
+    stock = stock_model(FIX_A, mlx_weights(FIX_A))
+    prompt = PROMPT[:length]
+    expected = [int(t) for t, _ in generate_step(mx.array(prompt), stock, max_tokens=reply)]
+    tokens, cache = decode(model, prompt, reply)
+    assert tokens == expected
+    assert cache[0].offset == length + reply
+    through_mlx_lm = [int(t) for t, _ in generate_step(mx.array(prompt), model, max_tokens=reply)]
+    assert through_mlx_lm == expected
+
+
+def test_one_trace_for_each_thread_and_stream():
+    model = fresh_model()
+    mx.eval(model.parameters())
+    expected, _ = decode(model, PROMPT, 8)
+    assert model.plan.counts["traces"] == 1
+    other = mx.new_stream(mx.default_device())
+    assert decode(model, PROMPT, 8, stream=other)[0] == expected
+    assert model.plan.counts["traces"] == 2
+    found = []
+
+    def work():
+        for _ in range(2):
+            found.append(decode(model, PROMPT, 8)[0])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [expected, expected]
+    assert model.plan.counts["traces"] == 3, "the thread traced once for two replies"
+
+
+def test_traces_are_bounded_by_capacities_C136():
+    model = fresh_model()
+    for length in range(1, 201):
+        decode(model, (PROMPT * 5)[:length], 2)
+    assert model.plan.counts["traces"] == 1, "all of these fit 256 rows"
+    decode(model, PROMPT * 7, 2)
+    assert model.plan.counts["traces"] == 2
+
+
+def test_position_is_an_array_C046_C047():
+    """A position frozen at trace time would write every token to one slot and loop."""
+    model = fresh_model()
+    cache = model.make_cache()
+    model(mx.array([PROMPT[:10]]), cache)
+    for token in PROMPT[10:]:
+        logits = model(mx.array([[token]]), cache)
+    whole = model(mx.array([PROMPT]))[:, -1:]
+    assert mx.abs(logits - whole).max() < 1e-4
+    assert model.plan.counts["traces"] == 1
+
+
+def changed_weights():
+    return mlx_weights(FIX_A, seed=5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, weights: model.load_weights(list(weights.items())),
+        lambda model, weights: [
+            layer.self_attn.q_proj.update(
+                {"weight": weights[f"model.layers.{i}.self_attn.q_proj.weight"]}
+            )
+            for i, layer in enumerate(model.layers)
+        ],
+    ],
+    ids=["load_weights", "one module's update"],
+)
+def test_new_weights_are_seen_by_the_next_reply(change):
+    model = fresh_model()
+    before, _ = decode(model, PROMPT, 6)
+    change(model, changed_weights())
+    after, _ = decode(model, PROMPT, 6)
+    assert after != before
+    assert after == decode(copy.deepcopy(model), PROMPT, 6)[0]
+    reference = model(mx.array([PROMPT + after[:-1]]))[0, len(PROMPT) - 1 :]
+    assert mx.argmax(reference, axis=-1).tolist() == after
+
+
+def test_a_layer_update_in_the_middle_of_a_reply_is_seen():
+    """LoRA replaces modules layer by layer, with no prefill before the next token."""
+    model = fresh_model()
+    cache = model.make_cache()
+    model(mx.array([PROMPT]), cache)
+    model(mx.array([[7]]), cache)
+    layer = model.layers[1]
+    silent = nn.Linear(128, 64, bias=False)
+    silent.weight = mx.zeros((64, 128))
+    layer.mlp.update_modules({})
+    layer.update_modules({"mlp": {"down_proj": silent}})
+    logits = model(mx.array([[9]]), cache)
+    fresh = fresh_model()
+    fresh.layers[1].mlp.down_proj = silent
+    # The history keeps the keys that the old weights wrote; with one layer changed after the
+    # attention of the last layer, only the new token's own output differs.
+    expected = fresh(mx.array([[*PROMPT, 7, 9]]))[:, -1:]
+    assert mx.abs(logits - expected).max() < 1e-4
+    assert model.plan.counts["frozen"] == 2
+
+
+def test_training_mode_leaves_the_frozen_step():
+    model = fresh_model()
+    cache = model.make_cache()
+    model(mx.array([PROMPT]), cache)
+    model.train()
+    model(mx.array([[3]]), cache)
+    assert model.plan.counts == {"frozen": 0, "reference": 2, "traces": 0}
+    model.eval()
+    model(mx.array([[3]]), cache)
+    assert model.plan.counts["frozen"] == 1
+
+
+def test_mixed_storage_stays_separate_and_the_plan_says_so_C034():
+    weights = mlx_weights(FIX_A)
+    name = "model.layers.0.self_attn.v_proj"
+    packed = mx.quantize(weights.pop(f"{name}.weight"), group_size=32, bits=6)
+    for part, value in zip(("weight", "scales", "biases"), packed, strict=True):
+        weights[f"{name}.{part}"] = value
+    expected = [
+        int(t)
+        for t, _ in generate_step(mx.array(PROMPT), stock_model(FIX_A, weights), max_tokens=12)
+    ]
+    model = build_model(FIX_A, weights)
+    assert decode(model, PROMPT, 12)[0] == expected
+    assert "not fused: layers.0.qkv" in str(model.plan)
+    assert "layers.1" not in str(model.plan)
+
+
+def test_fused_projections_are_held_once_and_freed_with_their_model():
+    def active():
+        gc.collect()
+        mx.clear_cache()
+        return mx.get_active_memory()
+
+    empty = active()
+    total = sum(value.nbytes for value in mlx_weights(FIX_A).values())
+    model = fresh_model()
+    decode(model, PROMPT, 3)
+    loaded = active()
+    assert loaded - empty < total + 4096, "the modules keep views of the fused buffers"
+    for _ in range(3):
+        model.load_weights(list(mlx_weights(FIX_A).items()))
+        decode(model, PROMPT, 3)
+    assert active() - empty < total + 4096, "a new freeze lets go of the old buffers"
+    del model
+    assert active() - empty < 4096

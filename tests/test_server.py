@@ -1,0 +1,348 @@
+"""``husky server`` as a real process on FIX-B: C128, C130, C131, C132, C133 and 200 requests.
+
+The right answers come from mlx-lm's own model class in this process.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx_lm
+import mlx_lm.server
+import psutil
+import pytest
+from mlx_lm.models.cache import LRUPromptCache
+from mlx_lm.sample_utils import make_logits_processors
+from server_fixture import write_fix_b
+
+from husky_mlx import cli
+
+ROOT = Path(__file__).resolve().parents[1]
+LETTERS = dict.fromkeys([*range(ord("a"), ord("z") + 1), ord(" ")], 60.0)
+START_SECONDS = 60
+
+
+@dataclass
+class Server:
+    """A running server and the two ways of asking it."""
+
+    port: int
+    process: subprocess.Popen
+
+    def open(self, prompt: str, **options) -> http.client.HTTPResponse:
+        body = {"prompt": prompt, "max_tokens": 12, "logit_bias": LETTERS, **options}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
+        return connection.getresponse()
+
+    def ask(self, prompt: str, **options) -> tuple[str, str]:
+        """(text, finish_reason) of a complete answer."""
+        with self.open(prompt, **options) as response:
+            answer = json.loads(response.read())
+        assert response.status == 200, answer
+        (choice,) = answer["choices"]
+        return choice["text"], choice["finish_reason"]
+
+    def stream(self, prompt: str, **options) -> tuple[list[str], str]:
+        """(pieces of text, finish_reason) of a streamed answer."""
+        with self.open(prompt, stream=True, **options) as response:
+            lines = response.read().decode().splitlines()
+        events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+        assert events.pop() == "[DONE]"
+        choices = [json.loads(event)["choices"][0] for event in events]
+        return [choice["text"] for choice in choices], choices[-1]["finish_reason"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return write_fix_b(tmp_path_factory.mktemp("server") / "fix-b")
+
+
+@pytest.fixture(scope="module")
+def stock(model):
+    """mlx-lm's own greedy answer to a prompt, and its own logits processors."""
+    loaded, tokenizer = mlx_lm.load(str(model))
+
+    def answer(prompt: str, max_tokens: int = 12, **penalties) -> str:
+        return mlx_lm.generate(
+            loaded,
+            tokenizer,
+            tokenizer.encode(prompt),
+            max_tokens=max_tokens,
+            logits_processors=make_logits_processors(LETTERS, **penalties),
+        )
+
+    return answer
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    yield from _serve(model, tmp_path_factory.mktemp("log") / "server.log")
+
+
+def _serve(model: Path, log: Path, *options: str):
+    port = _free_port()
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("HUSKY_")}
+    command = ["server", "--model", str(model), "--port", str(port), *options]
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "husky_mlx", *command],
+            stdout=stream,
+            stderr=stream,
+            env=environment | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        )
+    try:
+        started = Server(port, process)
+        _wait_until(lambda: _healthy(started), lambda: log.read_text())
+        yield started
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _healthy(server: Server) -> bool:
+    assert server.process.poll() is None, "the server ended"
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except ConnectionError:
+        return False
+
+
+def _wait_until(condition, explain) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"not within {START_SECONDS} s: {explain()}")
+
+
+def test_one_request(server, stock):
+    """The text is the one that the public case gives for FIX-B."""
+    assert stock("hello") == "nmayfiayfiay"
+    assert server.ask("hello") == ("nmayfiayfiay", "length")
+
+
+def test_chat_request(server, model):
+    loaded, tokenizer = mlx_lm.load(str(model))
+    messages = [{"role": "user", "content": "what"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    processors = make_logits_processors(LETTERS)
+    expected = mlx_lm.generate(
+        loaded, tokenizer, prompt, max_tokens=9, logits_processors=processors
+    )
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    body = {"messages": messages, "max_tokens": 9, "logit_bias": LETTERS}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body))
+    answer = json.loads(connection.getresponse().read())
+    assert answer["choices"][0]["message"]["content"] == expected
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+
+
+@pytest.mark.parametrize("stop", ["yfi", ["yfi", "fiayz"], ["zzz", "yfi"]])
+def test_stop_string_over_three_tokens_C128(server, stop):
+    assert server.ask("hello", stop=stop) == ("nma", "stop")
+    pieces, reason = server.stream("hello", stop=stop)
+    assert ("".join(pieces), reason) == ("nma", "stop")
+
+
+def test_empty_stop_string_is_ignored_C128(server):
+    assert server.ask("hello", stop="") == ("nmayfiayfiay", "length")
+
+
+PENALTY = {"repetition_penalty": 1.5, "repetition_context_size": 20}
+
+
+def test_penalty_beside_none_C130(server, stock):
+    plain, penalised = "the man in the " * 12, "an inn in the " * 12
+    solo = [stock(plain, 24), stock(penalised, 24, **PENALTY)]
+    assert solo[1] != stock(penalised, 24)
+    assert server.ask(penalised, max_tokens=24, **PENALTY)[0] == solo[1]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(3):
+            both = [
+                pool.submit(server.ask, plain, max_tokens=24),
+                pool.submit(server.ask, penalised, max_tokens=24, **PENALTY),
+            ]
+            assert [answer.result()[0] for answer in both] == solo
+
+
+def test_closed_stream_stops_its_generation_C131(server, stock):
+    """50,000 tokens would keep the server busy for minutes; it must be idle soon instead."""
+    response = server.open("hello", stream=True, max_tokens=50_000)
+    assert response.readline().startswith(b"data: ") or response.readline()
+    response.close()
+    assert server.ask("what")[0] == stock("what")
+    process = psutil.Process(server.process.pid)
+
+    def idle() -> bool:
+        before = process.cpu_times()
+        time.sleep(0.5)
+        after = process.cpu_times()
+        return after.user + after.system - before.user - before.system < 0.1
+
+    _wait_until(idle, lambda: "the server still works for the closed stream")
+
+
+def test_same_prompt_twice_C132(server, stock):
+    prompt = "say the same thing twice"
+    assert [server.ask(prompt)[0] for _ in range(2)] == [stock(prompt)] * 2
+
+
+def test_eight_at_once_equal_one_after_another_C132(server, stock):
+    """Twice as many as the frozen step takes rows, so both paths run."""
+    text = "once upon a time in a land far away there was a man who had an inn by the river bank"
+    prompts = [text[: 4 + 11 * i] for i in range(8)]
+    expected = [stock(prompt, 16) for prompt in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda prompt: server.ask(prompt, max_tokens=16)[0], prompts))
+    assert together == expected
+    assert [server.ask(prompt, max_tokens=16)[0] for prompt in prompts] == expected
+
+
+def test_seed_C133(server):
+    def sample(seed: int) -> str:
+        return server.ask("hello", temperature=1.0, seed=seed, max_tokens=24, logit_bias=None)[0]
+
+    first, second, other = sample(1), sample(1), sample(2)
+    assert first == second != other
+
+
+def test_seed_beside_other_traffic_C133(server, stock):
+    def sample() -> str:
+        return server.ask("hello", temperature=1.0, seed=5, max_tokens=24, logit_bias=None)[0]
+
+    alone = sample()
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(server.ask, f"what {i}", temperature=1.0) for i in range(3)]
+        assert pool.submit(sample).result() == alone
+        for other in others:
+            other.result()
+    assert server.ask("hello")[0] == stock("hello")
+
+
+@pytest.mark.slow
+def test_200_requests_without_growth_or_wrong_token(server, stock):
+    """Two at a time; the first 80 fill what the server keeps on purpose, 10 prompt caches."""
+    prompts = [f"{word} {n}" for n in range(40) for word in ("a", "the", "in", "an", "is")]
+    process = psutil.Process(server.process.pid)
+    with ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda prompt: server.ask(prompt)[0], prompts[:80]))
+        before = process.memory_info().rss
+        answers += pool.map(lambda prompt: server.ask(prompt)[0], prompts[80:])
+        after = process.memory_info().rss
+    assert answers == [stock(prompt) for prompt in prompts]
+    assert after - before < 2e6, f"{(after - before) / 1e6:.1f} MB more after 120 requests"
+
+
+@pytest.fixture(scope="module")
+def limited(model, tmp_path_factory):
+    log = tmp_path_factory.mktemp("limited") / "server.log"
+    yield from _serve(model, log, "--max-context", "24")
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 1}], ids=["batched", "alone"])
+def test_reply_ends_at_max_context(limited, stock, options):
+    """The limit holds 5 prompt tokens and 19 of the reply."""
+    answer = limited.ask("hello", max_tokens=60, **options)
+    assert answer == (stock("hello", 19), "length")
+    assert limited.ask("hello", max_tokens=19, **options) == answer
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 1}], ids=["batched", "alone"])
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [("x" * 24, "24 tokens and max_context is 24"), ("", "the prompt is empty")],
+)
+def test_bad_prompt_is_an_error_for_that_request_only(limited, stock, options, prompt, says):
+    """On mlx-lm's own server an empty prompt ends the service."""
+    with limited.open(prompt, **options) as response:
+        answer = json.loads(response.read())
+    assert response.status == 404
+    assert says in answer["error"]
+    assert limited.ask("hi") == (stock("hi"), "length")
+    assert limited.ask("x" * 23, max_tokens=9) == (stock("x" * 23, 1), "length")
+
+
+def test_batched_and_lone_requests_decode_on_the_frozen_step(model, monkeypatch):
+    """In this process, where the plan of the server's model can be read."""
+    counts = []
+
+    def serve(_host, _port, provider):
+        generator = mlx_lm.server.ResponseGenerator(provider, LRUPromptCache(10))
+        try:
+            for seed in (None, 1):
+                before = provider.model.plan.counts if provider.model else {"frozen": 0}
+                request = mlx_lm.server.CompletionRequest("text", "hello", [], None, None)
+                _, tokens = generator.generate(request, _arguments(seed))
+                assert len(list(tokens)) == 12
+                counts.append(provider.model.plan.counts["frozen"] - before["frozen"])
+        finally:
+            generator.stop_and_join()
+
+    monkeypatch.setattr(mlx_lm.server, "run", serve)
+    assert cli.main(["server", "--model", str(model), "--port", str(_free_port())]) == 0
+    assert all(frozen >= 11 for frozen in counts)
+    assert len(counts) == 2
+
+
+def _arguments(seed: int | None) -> mlx_lm.server.GenerationArguments:
+    return mlx_lm.server.GenerationArguments(
+        model=mlx_lm.server.ModelDescription("default_model", "default_model", None),
+        sampling=mlx_lm.server.SamplingArguments(0.0, 1.0, 0, 0.0, 0.0, 0.0),
+        logits=mlx_lm.server.LogitsProcessorArguments(LETTERS, 0.0, 20, 0.0, 20, 0.0, 20),
+        stop_words=[],
+        max_tokens=12,
+        num_draft_tokens=3,
+        logprobs=False,
+        top_logprobs=0,
+        seed=seed,
+        chat_template_kwargs=None,
+    )
+
+
+def test_occupied_port_is_one_error_before_loading(model):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        words = ["server", "--model", str(model), "--port", str(port)]
+        result = _husky(*words)
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(f"husky: error: cannot serve on 127.0.0.1:{port}: ")
+
+
+def test_missing_model_is_one_error(tmp_path):
+    result = _husky("server", "--model", str(tmp_path / "none"), "--port", str(_free_port()))
+    assert result.returncode == 1
+    assert "none: no such file or folder" in result.stderr.splitlines()[-1]
+
+
+def _husky(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "husky_mlx", *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=60,
+    )

@@ -40,8 +40,8 @@ from transformers import PreTrainedTokenizerFast
 import husky_mlx
 from husky_mlx import device, shapes, sources
 from husky_mlx.errors import HuskyError
-from husky_mlx.generate import stream_generate
-from husky_mlx.load import build_model, load
+from husky_mlx.generation import stream_generate
+from husky_mlx.loading import build_model, load
 
 MEGABYTE = 1e6
 
@@ -78,7 +78,7 @@ def load_model(specification: dict) -> tuple[nn.Module, Any, int]:
     if specification["config"] is not None:
         loaded = _build_shape(specification)
     else:
-        source = sources.resolve(specification["model"])
+        source = sources.resolve(specification["model"], notify=print)
         stock_reads_it = backend == "mlx" and source.suffix != ".gguf"
         loaded = (
             mlx_lm.load(str(source), return_config=True)
@@ -140,7 +140,7 @@ def run_trial(model: nn.Module, tokenizer: Any, trial: dict, specification: dict
     ``rss_mb`` the most that the process ever had resident, loading included.
     """
     loop = {"husky": stream_generate, "mlx-lm": mlx_lm.stream_generate}[specification["loop"]]
-    prompt, options = trial["prompt"], {}
+    prompt, options = trial["prompt"], dict[str, Any]()
     if specification["temp"] > 0:
         options["sampler"] = make_sampler(specification["temp"], specification["top_p"])
     mx.random.seed(specification["seed"])
@@ -191,15 +191,16 @@ def peak_resident_bytes() -> int:
 
 def describe_model(model: nn.Module) -> dict:
     """Class, plan, floating-point dtypes, bytes held."""
-    dtypes = {
-        str(array.dtype).removeprefix("mlx.core.")
-        for _, array in tree_flatten(model.parameters())
-        if mx.issubdtype(array.dtype, mx.floating)
-    }
+    parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))  # type: ignore[arg-type]
+    dtypes = {array.dtype for array in parameters.values()}
     return {
         "model_class": f"{type(model).__module__}.{type(model).__name__}",
         "plan": str(getattr(model, "plan", "stock mlx-lm")),
-        "dtypes": sorted(dtypes),
+        "dtypes": sorted(
+            str(dtype).removeprefix("mlx.core.")
+            for dtype in dtypes
+            if mx.issubdtype(dtype, mx.floating)
+        ),
         "active_mb": mx.get_active_memory() / MEGABYTE,
     }
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -140,8 +141,11 @@ def print_table(result: Mapping[str, Any]) -> None:
         rows.append([label, *cells, *[""] * len(ratios)])
 
     machine, versions = result["machine"], result["versions"]
-    weights = f" at {settings['bits']} bit" if settings["config"] else ""
-    print(f"{settings['model']}{weights}, {settings['num_trials']} rounds, temp {settings['temp']}")
+    weights = "{bits} bit, groups of {group_size}, {dtype}, ".format_map(settings)
+    print(
+        f"{settings['model']}: {weights if settings['config'] else ''}"
+        f"{settings['num_trials']} rounds, temp {settings['temp']}"
+    )
     print(f"{result['target']}: {machine['device']}, {machine['cores']} cores, {machine['os']}")
     print(", ".join(f"{name} {number}" for name, number in versions.items()))
     for name, engine in engines.items():
@@ -159,7 +163,7 @@ def _cell(figure: Mapping[str, Any]) -> str:
 
 def _print_rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if sys.stdout.isatty():
-        table = Table(*header)
+        table = Table(*header, box=box.SIMPLE_HEAD)
         for row in rows:
             table.add_row(*row)
         Console().print(table)

@@ -67,6 +67,22 @@ def _resized(buffer: mx.array, rows: int, capacity: int) -> mx.array:
     return mx.pad(live, [(0, 0), (0, 0), (0, capacity - rows), (0, 0)])
 
 
+def check_layout(buffer: mx.array, kv_heads: int, head_dim: int) -> None:
+    """Raise ValueError for a KV buffer (B, kv_heads, capacity, head_dim) of other heads."""
+    found = (buffer.shape[1], buffer.shape[3])
+    if found != (kv_heads, head_dim):
+        raise ValueError(
+            f"the prompt cache holds {found[0]} key/value heads of {found[1]} and the model has "
+            f"{kv_heads} of {head_dim}: it was filled by another model"
+        )
+
+
+def _handles(state: Sequence[Any]) -> tuple[Any, ...]:
+    """The same arrays as other Python objects: mlx-lm's caches assign items in place, and who
+    holds a state must not see that."""
+    return tuple(value[...] if isinstance(value, mx.array) else value for value in state)
+
+
 class _FixedCapacity:
     """Growth shared by the caches below, for buffers of shape (B, kv_heads, capacity, head_dim)."""
 
@@ -74,6 +90,15 @@ class _FixedCapacity:
     values: mx.array | None
     limit: int | None = None
     expected: int = 0
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """What mlx-lm's class of this name saves, in its order."""
+        return _handles(super().state)  # type: ignore[misc]
+
+    @state.setter
+    def state(self, state: tuple[Any, ...]) -> None:
+        super(_FixedCapacity, type(self)).state.fset(self, _handles(state))  # type: ignore[misc]
 
     def expect(self, tokens: int) -> None:
         """Say how many tokens are likely to come, so that the first buffers hold them."""
@@ -103,6 +128,7 @@ class _FixedCapacity:
         if self.keys is None:
             self.allocate(keys, values, self.limit)
         else:
+            check_layout(self.keys, keys.shape[1], keys.shape[3])
             self.grow(max(rows, self.expected), used, self.limit)
 
 
@@ -129,21 +155,20 @@ class KVCache(_FixedCapacity, stock.KVCache):
         self.grow(max(self.offset + 1, self.expected), self.offset, self.limit)
         return self.offset, self.offset + 1
 
-    def end_step(self, keys: mx.array, values: mx.array) -> None:
-        """Take the buffers in which the step wrote its row."""
-        self.keys, self.values = keys, values
-        self.offset += 1
+    def end_step(self, keys: mx.array, values: mx.array, offset: int) -> None:
+        """Take the buffers in which the step wrote its row, and the new ``offset``."""
+        self.keys, self.values, self.offset = keys, values, offset
 
     @property
-    def state(self) -> tuple[mx.array | None, mx.array | None, int]:
+    def state(self) -> tuple[Any, ...]:
         """Keys, values (views of the live rows) and their number."""
         if self.keys is None:
             return None, None, 0
-        return (*self.keys_and_values(), self.offset)
+        return _handles((*self.keys_and_values(), self.offset))
 
     @state.setter
-    def state(self, state: tuple[mx.array | None, mx.array | None, int]) -> None:
-        self.keys, self.values, self.offset = state
+    def state(self, state: tuple[Any, ...]) -> None:
+        self.keys, self.values, self.offset = _handles(state)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> stock.QuantizedKVCache:
         """mlx-lm's quantized cache of the live rows.
@@ -168,7 +193,20 @@ class KVCache(_FixedCapacity, stock.KVCache):
 
 
 class RotatingKVCache(_FixedCapacity, stock.RotatingKVCache):
-    """The last ``max_size`` tokens, and the first ``keep``; rows are overwritten in a ring."""
+    """``max_size`` tokens: the first ``keep`` and the last ones, overwritten in a ring."""
+
+    def __init__(self, max_size: int, keep: int = 0):
+        if max_size <= keep:
+            raise ValueError(
+                f"a window of {max_size} tokens has no room beside the first {keep}, which it keeps"
+            )
+        super().__init__(max_size, keep)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append (B, kv_heads, L, head_dim) keys and values; returns what a query may see."""
+        if self.keys is not None:
+            check_layout(self.keys, keys.shape[1], keys.shape[3])
+        return super().update_and_fetch(keys, values)
 
     def capacity_for(self, tokens: int) -> int:
         """Rows of the buffers once ``tokens`` more are in; a prefill keeps a whole window a row."""
@@ -190,15 +228,16 @@ class RotatingKVCache(_FixedCapacity, stock.RotatingKVCache):
             self._idx = self.keep
         return self._idx, min(self.offset + 1, self.capacity())
 
-    def end_step(self, keys: mx.array, values: mx.array) -> None:
-        """Take the buffers in which the step wrote its row."""
-        self.keys, self.values = keys, values
-        self.offset += 1
+    def end_step(self, keys: mx.array, values: mx.array, offset: int) -> None:
+        """Take the buffers in which the step wrote its row, and the new ``offset``."""
+        self.keys, self.values, self.offset = keys, values, offset
         self._idx += 1
 
 
 class BatchKVCache(_FixedCapacity, stock.BatchKVCache):
     """Several left-padded sequences that share the next slot; ``offset`` has one entry a row."""
+
+    _right_padding: mx.array | None = None  # mlx-lm's from_state leaves it out
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (B, kv_heads, L, head_dim) keys and values; returns views of the used rows."""
@@ -215,11 +254,10 @@ class BatchKVCache(_FixedCapacity, stock.BatchKVCache):
         self.grow(self._idx + 1, self._idx, self.limit)
         return self._idx, self._idx + 1
 
-    def end_step(self, keys: mx.array, values: mx.array) -> None:
-        """Take the buffers in which the step wrote its row."""
-        self.keys, self.values = keys, values
+    def end_step(self, keys: mx.array, values: mx.array, offset: mx.array) -> None:
+        """Take the buffers in which the step wrote its row, and the new ``offset`` (B,)."""
+        self.keys, self.values, self.offset = keys, values, offset
         self._idx += 1
-        self.offset = self.offset + 1
 
     @classmethod
     def merge(cls, caches: list[Any]) -> BatchKVCache:

@@ -153,8 +153,11 @@ def _sizes(config: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
     for field in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
         take(field)
     heads = sizes.get("num_attention_heads")
-    take("num_key_value_heads", default=heads)
-    if config.get("head_dim") is None and heads and "hidden_size" in sizes:
+    if heads or config.get("num_key_value_heads") is not None:
+        take("num_key_value_heads", default=heads)
+    if config.get("head_dim") is not None:
+        take("head_dim")
+    elif heads and "hidden_size" in sizes:
         if sizes["hidden_size"] % heads:
             malformed.append(
                 f"hidden_size {sizes['hidden_size']} is not a multiple of num_attention_heads "
@@ -162,8 +165,6 @@ def _sizes(config: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
             )
         else:
             sizes["head_dim"] = sizes["hidden_size"] // heads
-    else:
-        take("head_dim")
     kv_heads = sizes.get("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
         malformed.append(

@@ -86,8 +86,9 @@ def violations() -> list[str]:
         missing = [m for m in members if not hasattr(getattr(caches, name, None), m)]
         if missing:
             found.append(f"mlx_lm.models.cache.{name} has no {', '.join(missing)}")
-    response = importlib.import_module("mlx_lm.generate").GenerationResponse
-    absent = [f for f in _RESPONSE_FIELDS if f not in inspect.signature(response).parameters]
+    response = getattr(importlib.import_module("mlx_lm.generate"), "GenerationResponse", None)
+    fields = inspect.signature(response).parameters if response else {}
+    absent = [field for field in _RESPONSE_FIELDS if field not in fields]
     if absent:
         found.append(f"mlx_lm.generate.GenerationResponse has no {', '.join(absent)}")
     return found
@@ -100,14 +101,20 @@ def entry_point(name: str) -> Callable[..., Any]:
     if not violations():
         home = "loading" if name == "load" else "generation"
         return getattr(importlib.import_module(f"husky_mlx.{home}"), name)
-    warnings.warn(
-        f"husky_mlx does not fit mlx-lm {mlx_lm.__version__} and uses stock mlx-lm instead: "
-        f"{'; '.join(violations())}",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+    _give_notice(mlx_lm.__version__)
     stock = getattr(mlx_lm, name)
     return _without_our_keywords(stock) if name == "load" else stock
+
+
+@functools.cache
+def _give_notice(version: str) -> None:
+    """Once a process, however many names are imported."""
+    warnings.warn(
+        f"husky_mlx does not fit mlx-lm {version} and uses stock mlx-lm instead: "
+        f"{'; '.join(violations())}",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 def _without_our_keywords(stock_load: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,7 +17,7 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any
 
 import mlx.nn as nn
 import mlx_lm.utils
@@ -119,18 +119,17 @@ class DropIn:
             self.announce = False
             notice(f"no --model given: using {path_or_hf_repo}")
         path = str(sources.resolve(str(path_or_hf_repo), options.get("revision"), notify=notice))
-        limits = {"max_context": self.max_context, "max_kv_size": self.max_kv_size}
-        husky_load = cast(Callable[..., Any], load)
+        ours = {"max_context": self.max_context, "max_kv_size": self.max_kv_size, **options}
         token = _inside_load.set(True)
         try:
             if self.chosen_backend == "husky":
                 try:
-                    return load(path_or_hf_repo, *arguments, **options, **limits, backend="husky")
+                    return load(path, *arguments, **ours, backend="husky")
                 except UnsupportedModel as error:
                     if path.endswith(".gguf"):
                         raise
                     self.notice_stock(str(path_or_hf_repo), error)
-            return husky_load(path, *arguments, **options, backend="mlx")
+            return load(path, *arguments, **options, backend="mlx")
         finally:
             _inside_load.reset(token)
 

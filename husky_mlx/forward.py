@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,7 @@ def own_options(prog: str) -> argparse.ArgumentParser:
         "--max-kv-size",
         type=_positive,
         metavar="N",
-        help="keep only the last N tokens in the key-value cache",
+        help="at most N tokens in the key-value cache, a rotating window",
     )
     return parser
 
@@ -82,11 +82,15 @@ def take_own(
         elif theirs is None:
             words.insert(0, word)
             break
-        elif word in known and known[word].nargs is None and words and words[0] in ours:
+        elif word in known and known[word].nargs is None and _starts_with(ours, words):
             rest.append(f"{word}={words.pop(0)}")
         else:
             rest.append(word)
     return own, rest + words
+
+
+def _starts_with(options: Container[str], words: Sequence[str]) -> bool:
+    return bool(words) and words[0].partition("=")[0] in options
 
 
 def commands() -> dict[str, str]:
@@ -124,7 +128,7 @@ def forward(
     ``settings``. Whatever the command raises passes through.
     """
     from husky_mlx.dropin import DropIn
-    from husky_mlx.serving import checked_requests
+    from husky_mlx.serving import guarded
 
     typed = sys.argv
     sys.argv = [f"husky {command}", *arguments]
@@ -132,7 +136,7 @@ def forward(
         with DropIn() as dropin, contextlib.ExitStack() as stack:
             command_main = importlib.import_module(module).main
             if command == "server":
-                stack.enter_context(checked_requests())
+                stack.enter_context(guarded())
             with _parser_hook(command, before, settings, dropin):
                 command_main()
     except ModuleNotFoundError as error:
@@ -204,7 +208,7 @@ def _configure(
     model = parser._option_string_actions.get("--model")
     if model is not None:
         given = any(word.partition("=")[0] in model.option_strings for word in words)
-        dropin.announce = not given
+        dropin.announce = not given and command != "server"
     # mlx-lm's save and prompt caches look up the name that they were given as a path.
     for name in _MODEL_ARGUMENTS:
         if getattr(parsed, name, None) in sources.ALIASES:
@@ -214,7 +218,7 @@ def _configure(
 
 
 def _check_server(parsed: argparse.Namespace) -> None:
-    """Fail before the server's threads start: mlx-lm's then hang on, answering nothing."""
+    """Fail before the server's threads start: one that is busy or loading outlives the failure."""
     from husky_mlx import sources
     from husky_mlx.dropin import notice
 
@@ -237,7 +241,9 @@ def _check_server(parsed: argparse.Namespace) -> None:
 
 
 def _note(has_window: bool) -> str:
-    window = "" if has_window else "--max-kv-size N (only the last N tokens in the cache), "
+    window = (
+        "" if has_window else "--max-kv-size N (at most N tokens in the cache, a rotating window), "
+    )
     return (
         "With husky this command runs on husky_mlx's model class. It also takes --backend "
         "{husky,mlx} (mlx: mlx-lm's class), --max-context N (the most tokens of prompt and reply "

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from husky_mlx.cache import BatchKVCache
+from husky_mlx.cache import BatchKVCache, check_layout
 from husky_mlx.config import LlamaConfig
 from husky_mlx.ops.attention_decode import attention_decode
 from husky_mlx.ops.down_add import down_add
@@ -78,8 +78,11 @@ class DecodeStep:
             [cache.keys for cache in caches],
             [cache.values for cache in caches],
         )
+        # One array for all layers: the next step evaluates the first layer's only, and each other
+        # one would grow a chain of additions.
+        offset = first.offset + 1
         for cache, layer_keys, layer_values in zip(caches, keys, values, strict=True):
-            cache.end_step(layer_keys, layer_values)
+            cache.end_step(layer_keys, layer_values, offset)
         self._plan.count("frozen")
         return tuple(results)
 
@@ -121,6 +124,8 @@ class StepGraph:
             _live_rows(keys[self.kind_of_layer.index(kind)].shape[2], place[1:], left_padding)
             for kind, place in enumerate(places)
         ]
+        for buffer in (*keys, *values):
+            check_layout(buffer, self.config.num_key_value_heads, self.config.head_dim)
         keys, values = list(keys), list(values)
         x = embed(tokens, weights.embedding)
         for i, (kind, layer) in enumerate(zip(self.kind_of_layer, weights.layers, strict=True)):

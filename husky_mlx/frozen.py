@@ -36,6 +36,8 @@ class Frozen:
         self._parameters: list[mx.array] = []
         kinds = config.layer_types
         self._one_of_each_kind = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+        windows = [config.window_of(i) for i in range(len(kinds))]
+        self._windows = {i: window for i, window in enumerate(windows) if window is not None}
 
     def __deepcopy__(self, memo: dict) -> Frozen:
         """A copied model freezes its own step: compiled functions cannot be copied."""
@@ -50,18 +52,31 @@ class Frozen:
         """The step for a call with (B, L) tokens, or None where the reference path must run.
 
         mlx-lm's caches are adopted. Raises MemoryLimitError where the caches would outgrow the
-        device.
+        device, ValueError for a cache of another number of layers.
         """
+        if len(caches) != len(self.config.layer_types):
+            raise ValueError(
+                f"the prompt cache has {len(caches)} layers and the model has "
+                f"{len(self.config.layer_types)}: it was filled by another model"
+            )
         if not takes(tokens, caches):
             adopt(caches)
         self._check_memory(model, tokens, caches)
-        if self.plan.eager_reason or not takes(tokens, caches):
-            if tokens.shape[1] > 1:
+        if self.plan.eager_reason or not (takes(tokens, caches) and self._slide(caches)):
+            if tokens.shape[1] > 1 or getattr(caches[0], "keys", None) is None:
                 self._sweep(model)
             return None
         if self._step is None or self._step_revision != self.revision:
             self.freeze(model)
         return self._step
+
+    def _slide(self, caches: Sequence[Any]) -> bool:
+        """Whether the caches of sliding layers drop what is outside the window: the step masks
+        dead rows only. Callers may pass others, which the reference path masks."""
+        return all(
+            type(caches[i]) is RotatingKVCache and caches[i].max_size <= window
+            for i, window in self._windows.items()
+        )
 
     def _check_memory(self, model: Any, tokens: mx.array, caches: Sequence[Any]) -> None:
         length = tokens.shape[1]
@@ -74,7 +89,8 @@ class Frozen:
         check_growth([c for c in caches if isinstance(c, ours)], length, row_bytes)
 
     def _sweep(self, model: Any) -> None:
-        """Notice weights that were assigned one by one: dearer than a token, so on prefill only."""
+        """Notice weights that were assigned one by one: dearer than a token, so when a prompt
+        begins only."""
         if self._step is None:
             return
         now = _parameters(model)

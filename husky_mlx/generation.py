@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from collections.abc import Generator
 from typing import Any
 
@@ -41,10 +42,13 @@ class GreedyResponse(GenerationResponse):
 
     @property  # type: ignore[override]
     def logprobs(self) -> mx.array:
-        if self._logits is not None:
-            logits, self._logits = self._logits, None
-            self._logprobs = logits - mx.logsumexp(logits, keepdims=True)
+        logits = self._logits
+        if logits is not None:
+            # Not sliced before: an array that is still to be computed belongs to its thread.
+            row = logits[0, -1]
+            self._logprobs = row - mx.logsumexp(row, keepdims=True)
             mx.eval(self._logprobs)
+            self._logits = None
         return self._logprobs
 
     @logprobs.setter
@@ -75,7 +79,7 @@ def stream_generate(
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     tokens = _encode(tokenizer, prompt)
-    max_tokens = check_request(model, tokens, max_tokens, kwargs)
+    max_tokens = check_request(model, tokens, max_tokens, kwargs, draft_model)
     max_kv_size = kwargs.pop("max_kv_size", None)
     if kwargs.get("prompt_cache") is None and draft_model is None:
         kwargs["prompt_cache"] = model.make_cache(max_kv_size)
@@ -88,6 +92,8 @@ def stream_generate(
     last = None
     try:
         for response in responses:
+            if last is None:
+                _check_numbers(model, response.logprobs)
             last = response
             yield response
     except MemoryLimitError:
@@ -133,6 +139,16 @@ def generate(
     return text
 
 
+def _check_numbers(model: Model, logprobs: mx.array) -> None:
+    """Warn of logits that are no numbers: their argmax is token 0, again and again."""
+    if not mx.isnan(logprobs).any().item():
+        return
+    cause = "float16 overflows above 65,504: use the model in bfloat16"
+    stored = model.model.norm.weight.dtype
+    advice = cause if stored == mx.float16 else "its weights are damaged or too large"
+    warnings.warn(f"the model's logits are not numbers (NaN); {advice}", stacklevel=3)
+
+
 def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> mx.array:
     """Token ids (L,); a rendered chat template that starts with BOS gets no second one."""
     if isinstance(prompt, mx.array):
@@ -172,9 +188,7 @@ def _greedy_responses(
             nonlocal full
             full = True
 
-        tokens = greedy_tokens(
-            model, prompt, max_tokens, stream=stream, no_room=no_room, **options
-        )
+        tokens = greedy_tokens(model, prompt, max_tokens, stream=stream, no_room=no_room, **options)
         for count, (token, logits) in enumerate(tokens, start=1):
             if count == 1:
                 prompt_tps = prompt.size / (time.perf_counter() - started)

@@ -26,7 +26,7 @@ def greedy_tokens(
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     no_room: Callable[[], None] = lambda: None,
 ) -> Generator[tuple[int, mx.array], None, None]:
-    """Yield (token id, logits of shape (vocabulary,)) for a prompt of shape (L,).
+    """Yield (token id, logits of shape (1, 1, vocabulary)) for a prompt of shape (L,).
 
     ``max_tokens`` below 0 means no limit. The cache holds every token that was yielded when the
     loop ends, as after mlx-lm's, unless its limit leaves no room for the last. Memory or the
@@ -66,7 +66,7 @@ def greedy_tokens(
             if count == 0:
                 mx.eval(token)
                 report(total, total)
-            yield int(token.item()), logits[0, -1]
+            yield int(token.item()), logits
             count += 1
             if following is None:
                 return

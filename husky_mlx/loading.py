@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models import llama
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import infer_quant_config, load_adapters, load_tokenizer
 from mlx_lm.utils import load as stock_load
 
 from husky_mlx import checkpoint, gguf_tokenizer, sources
 from husky_mlx.config import LlamaConfig
 from husky_mlx.device import activation_dtype, megabytes, require_memory
-from husky_mlx.errors import UnsupportedModel
+from husky_mlx.errors import CheckpointError, UnsupportedModel
 from husky_mlx.model import SINK_TOKENS, Model
-from husky_mlx.structure import check_structure
+from husky_mlx.structure import check_structure, drop_unread
 
 BACKENDS = ("husky", "mlx")
 # Quantization methods whose tensors are already in MLX's own layout.
 _MLX_METHODS = (None, "mxfp4", "mxfp8")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def load(
@@ -92,16 +97,18 @@ def load(
             raise
         return load_stock()
     config = found.config
+    for note in found.notes:
+        warnings.warn(f"{path}: {note}", stacklevel=2)
     del found
     if adapter_path is not None:
         model = load_adapters(model, adapter_path)
         model.eval()
-    if not lazy:
-        _materialize(model)
     if path.is_dir():
-        tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
+        tokenizer = _folder_tokenizer(path, tokenizer_config, config.get("eos_token_id"))
     else:
         tokenizer = gguf_tokenizer.load_tokenizer(path, tokenizer_config)
+    if not lazy:
+        _materialize(model, str(path))
     if verbose and isinstance(model, Model):
         _notify(str(model.plan).replace("\n", " | "))
     return (model, tokenizer, config) if return_config else (model, tokenizer)
@@ -123,17 +130,16 @@ def build_model(
     weights are read and the projections fused layer by layer: the peak is the weights and two
     layers. Raises UnsupportedModel and CheckpointError naming ``source``.
     """
-    _refuse_foreign_quantization(config, source)
-    llama_config = LlamaConfig.from_dict(config, source)
+    config_source = str(Path(source, "config.json")) if Path(source).is_dir() else source
+    _refuse_foreign_quantization(config, config_source)
+    llama_config = LlamaConfig.from_dict(config, config_source)
+    kept = drop_unread(weights, llama_config.tie_word_embeddings)
+    weights.clear()
+    check_structure(llama_config, kept, source)
     if backend == "husky":
         model = Model(llama_config, max_context=max_context, max_kv_size=max_kv_size)
     else:
         model = llama.Model(llama.ModelArgs.from_dict(config))
-    kept = Model.sanitize(model, weights)  # type: ignore[arg-type]
-    weights.clear()
-    check_structure(llama_config, kept, source)
-    total = sum(value.nbytes for value in kept.values())
-    require_memory(total, f"Loading {source}", _smaller(total, kept))
 
     def storage(path: str, module: nn.Module) -> bool | dict[str, Any]:
         quantized = f"{path}.scales" in kept and hasattr(module, "to_quantized")
@@ -144,13 +150,34 @@ def build_model(
     model.load_weights(list(kept.items()))
     if not lazy:
         kept.clear()
-        _materialize(model)
+        _materialize(model, source)
     return model
 
 
-def _materialize(model: nn.Module) -> None:
+def _folder_tokenizer(
+    folder: Path, settings: dict[str, Any] | None, stop_tokens: int | list[int] | None
+) -> TokenizerWrapper:
+    """mlx-lm's tokenizer of a folder, with errors that name the file."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        checkpoint.read_json(folder / name)
+    try:
+        return load_tokenizer(folder, settings, eos_token_ids=stop_tokens)
+    except Exception as error:  # transformers and tokenizers raise every kind, Exception itself too
+        files = [name for name in _TOKENIZER_FILES if (folder / name).exists()]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(
+            f"{folder}: no tokenizer can be built from {', '.join(files) or 'no tokenizer file'}, "
+            f"expected tokenizer.json or tokenizer.model ({reason})"
+        ) from error
+
+
+def _materialize(model: nn.Module, source: str) -> None:
     if isinstance(model, Model):
         _widen_scales(model)
+    parameters = dict(tree_flatten(model.parameters()))
+    total = sum(value.nbytes for value in parameters.values())
+    require_memory(total, f"Loading {source}", _smaller(parameters))
+    del parameters
     mx.eval(model.parameters())
     if isinstance(model, Model):
         model.prepare()
@@ -166,6 +193,8 @@ def _widen_scales(model: Model) -> None:
 
 def _refuse_foreign_quantization(config: Mapping[str, Any], source: str) -> None:
     settings = config.get("quantization_config") or {}
+    if not isinstance(settings, Mapping):
+        raise CheckpointError(f"{source}: quantization_config must be an object, found {settings}")
     method = settings.get("quant_method")
     if config.get("quantization") or method in _MLX_METHODS:
         return
@@ -179,7 +208,7 @@ def _refuse_foreign_quantization(config: Mapping[str, Any], source: str) -> None
     )
 
 
-def _smaller(total: int, weights: Mapping[str, mx.array]) -> str:
+def _smaller(weights: Mapping[str, mx.array]) -> str:
     """What would fit better, for weights that are still in 16 or 32 bit."""
     if any(name.endswith(".scales") for name in weights):
         return "A smaller model or fewer bits would fit."

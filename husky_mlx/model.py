@@ -23,6 +23,7 @@ from husky_mlx.ops.embed import embed
 from husky_mlx.ops.rotate import rotation
 from husky_mlx.pack import FUSIONS
 from husky_mlx.plan import Plan
+from husky_mlx.structure import drop_unread
 
 SINK_TOKENS = 4  # what mlx-lm keeps at the start of a bounded window
 
@@ -184,12 +185,7 @@ class Model(Tracked):
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Drop what the model does not read: rotary tables, and the head of a tied model."""
-        return {
-            name: value
-            for name, value in weights.items()
-            if "rotary_emb.inv_freq" not in name
-            and not (self.args.tie_word_embeddings and name.startswith("lm_head."))
-        }
+        return drop_unread(weights, self.args.tie_word_embeddings)
 
     def shard(self, group: mx.distributed.Group | None = None) -> None:
         """Split over a group as mlx-lm does; a sharded model runs on the reference path."""

@@ -6,18 +6,27 @@ import warnings
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import RotatingKVCache as StockRotatingKVCache
+from mlx_lm.models.cache import make_prompt_cache
 
 from husky_mlx.cache import RotatingKVCache, quantized_group_size
 from husky_mlx.errors import ContextLimitError
 from husky_mlx.model import Model
 
 
-def check_request(model: Model, prompt: mx.array, max_tokens: int, options: dict[str, Any]) -> int:
+def check_request(
+    model: Model,
+    prompt: mx.array,
+    max_tokens: int,
+    options: dict[str, Any],
+    draft_model: Any = None,
+) -> int:
     """Check a prompt (L,) and the options of ``stream_generate``; returns the tokens to generate.
 
     The result is ``max_tokens`` lowered to what ``max_context`` leaves (-1: no limit). Raises
-    ValueError for an empty prompt, token ids outside the vocabulary or KV cache options that do
-    not fit the model, and ContextLimitError for a prompt that leaves no room for a reply.
+    ValueError for an empty prompt, token ids outside the vocabulary, KV cache options that do not
+    fit the model, and speculative decoding past a bounded window; ContextLimitError for a prompt
+    that leaves no room for a reply.
     """
     if max_tokens == 0:
         raise ValueError("max_tokens must not be 0 (-1 means no limit)")
@@ -37,6 +46,8 @@ def check_request(model: Model, prompt: mx.array, max_tokens: int, options: dict
             "trained on",
             stacklevel=3,
         )
+    if draft_model is not None:
+        _check_speculation(model, draft_model, start + length, max_tokens, cached)
     if model.max_context is None:
         return max_tokens
     room = model.max_context - start - length
@@ -52,6 +63,20 @@ def _check_token_ids(prompt: mx.array, vocab_size: int) -> None:
     for token in (mx.min(prompt).item(), mx.max(prompt).item()):
         if not 0 <= token < vocab_size:
             raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size}")
+
+
+def _check_speculation(
+    model: Model, draft_model: Any, prompt_length: int, max_tokens: int, cached: Any
+) -> None:
+    """A ring of rows that has gone round cannot take rejected tokens back; mlx-lm keeps them."""
+    caches = cached or [*make_prompt_cache(model), *make_prompt_cache(draft_model)]
+    windows = [c.max_size for c in caches if isinstance(c, StockRotatingKVCache)]
+    if windows and (max_tokens < 0 or prompt_length + max_tokens >= min(windows)):
+        raise ValueError(
+            f"speculative decoding takes tokens back, which a window of {min(windows)} tokens "
+            f"cannot once it is full: {prompt_length} of prompt and {max_tokens} of reply do not "
+            "fit; decode without draft_model"
+        )
 
 
 def _check_kv_options(model: Model, options: dict[str, Any]) -> None:

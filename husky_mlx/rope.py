@@ -62,12 +62,14 @@ def parse_rope(config: Mapping[str, Any]) -> tuple[Rope | None, list[str], list[
     Returns ``(rope, malformed, unsupported)``: rope is None where one of the lists of sentences is
     not empty. ``rope_parameters`` (transformers 5) wins over ``rope_scaling`` where both stand.
     """
-    field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    scaling = config.get(field) or {}
+    field = "rope_scaling" if config.get("rope_parameters") in (None, {}) else "rope_parameters"
+    scaling = config.get(field)
+    scaling = {} if scaling is None else scaling
     if not isinstance(scaling, Mapping):
         return None, [f"{field} must be an object, found {scaling!r}"], []
 
-    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
+    given = (scaling.get("rope_theta"), config.get("rope_theta"))
+    theta = next((value for value in given if value is not None), 10000.0)
     if not is_positive(theta):
         return None, [f"rope_theta must be a number above 0, found {theta!r}"], []
     rotated = scaling.get("partial_rotary_factor")

@@ -1,42 +1,96 @@
-"""Checks that a request to mlx-lm's server must pass before it may join the others.
+"""Keeps mlx-lm's server alive: one request, or one full memory, must not end it for everybody.
 
-mlx-lm decodes in one thread, and what is raised there ends the service for everybody; what is
-raised while a request is tokenized is the answer to that request alone.
+mlx-lm decodes in one thread. What is raised there ends the service while the process stays and
+answers 404; what is raised while a request is tokenized is the answer to that request alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
+import weakref
 from collections.abc import Iterator
+from queue import Queue
 from typing import Any
 
-from husky_mlx.errors import ContextLimitError, HuskyError
+from husky_mlx.errors import ContextLimitError, HuskyError, MemoryLimitError
+
+_CHANGED = ("_tokenize", "_generate")
 
 
 @contextlib.contextmanager
-def checked_requests() -> Iterator[None]:
-    """Refuse empty prompts, and hold replies to the model's ``max_context``, while open.
+def guarded() -> Iterator[None]:
+    """Change mlx-lm's server while open; raises what its thread died of, once it has ended.
 
-    A prompt that leaves no room is answered with the error, a reply that would pass the limit
-    ends there with finish_reason "length".
+    * An empty prompt, or one that leaves no room under ``max_context``, is an error for its sender;
+      a reply that would pass the limit ends there with finish_reason "length".
+    * Replies that memory stops end with "length"; after any other error in the decoding thread the
+      requests that it had are answered with it. Both go on with the next request.
+    * A model that cannot be loaded ends the process.
     """
-    generator = importlib.import_module("mlx_lm.server").ResponseGenerator
-    stock = getattr(generator, "_tokenize", None)
-    if stock is None:
-        raise HuskyError("this mlx-lm's server has no place to check a request: use --backend mlx")
+    server = importlib.import_module("mlx_lm.server")
+    generator = server.ResponseGenerator
+    if not all(hasattr(generator, name) for name in _CHANGED):
+        raise HuskyError("the installed mlx-lm has another server: run mlx_lm.server itself")
+    stock = {name: getattr(generator, name) for name in _CHANGED}
+    waiting: weakref.WeakSet[Answer] = weakref.WeakSet()
+    fatal: list[Exception] = []
+
+    class Answer(Queue):
+        """What one request is answered with, and whether any text has been."""
+
+        started = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            waiting.add(self)
+
+        def put(self, item: Any, *arguments: Any, **options: Any) -> None:
+            self.started = self.started or isinstance(item, server.Response)
+            super().put(item, *arguments, **options)
 
     def tokenize(self: Any, tokenizer: Any, request: Any, args: Any) -> tuple:
-        prompt, *rest = stock(self, tokenizer, request, args)
+        prompt, *rest = stock["_tokenize"](self, tokenizer, request, args)
         limit = getattr(self.model_provider.model, "max_context", None)
         args.max_tokens = _allowed(len(prompt), args.max_tokens, limit)
         return (prompt, *rest)
 
-    generator._tokenize = tokenize
-    try:
+    def generate(self: Any) -> None:
+        while True:
+            try:
+                return stock["_generate"](self)
+            except Exception as error:
+                if self.model_provider.model is None:
+                    fatal.append(error)
+                    raise
+                logging.exception("the requests in progress failed")
+                for answer in list(waiting):
+                    if answer is self.requests:
+                        continue
+                    if answer.started and isinstance(error, MemoryLimitError):
+                        answer.put(server.Response("", 0, 0.0, "length", ()))
+                        answer.put(None)
+                    else:
+                        answer.put(error)
+
+    def stop_if_dead(self: Any) -> None:
+        # serve_forever calls this between requests; mlx-lm shuts down on the interrupt.
+        if fatal:
+            raise KeyboardInterrupt
+
+    with contextlib.ExitStack() as stack:
+        for holder, name, ours in (
+            (server, "Queue", Answer),
+            (generator, "_tokenize", tokenize),
+            (generator, "_generate", generate),
+            (server.ThreadingHTTPServer, "service_actions", stop_if_dead),
+        ):
+            stack.callback(setattr, holder, name, getattr(holder, name))
+            setattr(holder, name, ours)
         yield
-    finally:
-        generator._tokenize = stock
+    if fatal:
+        raise fatal[0]
 
 
 def _allowed(prompt_tokens: int, max_tokens: int, limit: int | None) -> int:

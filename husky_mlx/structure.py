@@ -56,6 +56,15 @@ def check_structure(config: LlamaConfig, weights: Mapping[str, mx.array], source
         raise CheckpointError(f"{source}: the tensors do not fit the config: {'; '.join(wrong)}")
 
 
+def drop_unread(weights: Mapping[str, mx.array], tied: bool) -> dict[str, mx.array]:
+    """Without what no Llama reads: rotary tables, and the head of a model with tied embeddings."""
+    return {
+        name: value
+        for name, value in weights.items()
+        if "rotary_emb.inv_freq" not in name and not (tied and name.startswith("lm_head."))
+    }
+
+
 def expected_shapes(
     config: LlamaConfig, layers: Collection[int] | None = None
 ) -> dict[str, tuple[int, ...]]:

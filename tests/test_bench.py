@@ -19,7 +19,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 
-from husky_mlx import bench, bench_engine, bench_report, shapes
+from husky_mlx import bench, bench_engine, bench_report, loading, shapes
 from husky_mlx.errors import HuskyError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -390,6 +390,43 @@ def test_engine_samples_when_asked():
     assert done["generation_tokens"] == 6
 
 
+@pytest.fixture
+def folder(tmp_path):
+    """A tiny 4-bit checkpoint with a tokenizer, as on disk."""
+    weights = shapes.random_weights(TINY, 4, 32, mx.float16, 0)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights, {"format": "mlx"})
+    config = TINY | {
+        "quantization": {"group_size": 32, "bits": 4},
+        "eos_token_id": list(range(160)),
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    bench_engine.shape_tokenizer(160)._tokenizer.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_engines_take_a_folder_and_do_not_stop_at_its_end_token(folder):
+    request = {"prompt": [5, 9, 2], "generation_tokens": 40}
+    for backend, package in (("husky", "husky_mlx."), ("mlx", "mlx_lm.models.llama.")):
+        code, (loaded, done) = serve(
+            [request],
+            backend=backend,
+            loop=backend.replace("mlx", "mlx-lm"),
+            config=None,
+            model=folder,
+        )
+        assert code == 0
+        assert loaded["model_class"].startswith(package)
+        assert done["generation_tokens"] == 40
+
+
+def test_our_model_is_never_timed_as_mlx_lms(folder, monkeypatch):
+    ours = loading.load(folder, backend="husky", return_config=True)
+    monkeypatch.setattr(bench_engine.mlx_lm, "load", lambda *names, **options: ours)
+    code, replies = serve([], backend="mlx", loop="mlx-lm", config=None, model=folder)
+    assert code == 1
+    assert "expected a model of backend mlx, found husky_mlx" in replies[-1]["error"]
+
+
 def test_engine_reports_its_failure():
     code, replies = serve([], backend="husky", loop="husky", config=None, model="/no/such/folder")
     assert code == 1
@@ -510,8 +547,7 @@ def test_random_weights_depend_on_the_seed_alone_across_processes():
 def test_logits_stay_finite_over_hundreds_of_tokens_in_float16():
     config = TINY | {"num_hidden_layers": 12}
     model = stock_model(config)
-    nn.quantize(model, group_size=32, bits=4)
-    model.load_weights(list(shapes.random_weights(config, 4, 32, mx.float16, 0).items()))
+    model.load_weights(list(shapes.random_weights(config, 16, 32, mx.float16, 0).items()))
     tokens = mx.array(np.random.default_rng(0).integers(160, size=(1, 300)))
     logits = np.array(model(tokens).astype(mx.float32))
     assert np.isfinite(logits).all()

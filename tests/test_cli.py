@@ -72,6 +72,7 @@ class TestOptions:
             ("--prompt --backend", "", "--prompt=--backend"),
             ("-p --debug --debug", "--debug", "-p=--debug"),
             ("--prompt=--backend", "", "--prompt=--backend"),
+            ("--prompt --backend=mlx", "", "--prompt=--backend=mlx"),
             ("--prompt backend --max-context 9", "--max-context 9", "--prompt backend"),
             ("--extra-eos-token a b --backend mlx", "--backend mlx", "--extra-eos-token a b"),
             ("--trust-remote-code --debug", "--debug", "--trust-remote-code"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import mlx.core as mx
 import mlx_lm
 import mlx_lm.server
 import psutil
@@ -24,7 +26,8 @@ from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.sample_utils import make_logits_processors
 from server_fixture import write_fix_b
 
-from husky_mlx import cli
+from husky_mlx import cli, device
+from husky_mlx.errors import MemoryLimitError
 
 ROOT = Path(__file__).resolve().parents[1]
 LETTERS = dict.fromkeys([*range(ord("a"), ord("z") + 1), ord(" ")], 60.0)
@@ -283,35 +286,120 @@ def test_bad_prompt_is_an_error_for_that_request_only(limited, stock, options, p
     assert limited.ask("x" * 23, max_tokens=9) == (stock("x" * 23, 1), "length")
 
 
-def test_batched_and_lone_requests_decode_on_the_frozen_step(model, monkeypatch):
-    """In this process, where the plan of the server's model can be read."""
-    counts = []
+@pytest.fixture
+def in_process(model, monkeypatch):
+    """Run a function of (ask, provider) beside the server's decoding thread, in this process.
 
-    def serve(_host, _port, provider):
-        generator = mlx_lm.server.ResponseGenerator(provider, LRUPromptCache(10))
-        try:
-            for seed in (None, 1):
-                before = provider.model.plan.counts if provider.model else {"frozen": 0}
-                request = mlx_lm.server.CompletionRequest("text", "hello", [], None, None)
-                _, tokens = generator.generate(request, _arguments(seed))
-                assert len(list(tokens)) == 12
-                counts.append(provider.model.plan.counts["frozen"] - before["frozen"])
-        finally:
-            generator.stop_and_join()
+    ``ask(prompt, max_tokens, seed)`` gives the texts and the last finish_reason.
+    """
 
-    monkeypatch.setattr(mlx_lm.server, "run", serve)
-    assert cli.main(["server", "--model", str(model), "--port", str(_free_port())]) == 0
-    assert all(frozen >= 11 for frozen in counts)
-    assert len(counts) == 2
+    def run(function) -> None:
+        failures: list[Exception] = []
+
+        def serve(_host, _port, provider):
+            generator = mlx_lm.server.ResponseGenerator(provider, LRUPromptCache(10))
+
+            def ask(prompt: str, max_tokens: int = 12, seed: int | None = None):
+                request = mlx_lm.server.CompletionRequest("text", prompt, [], None, None)
+                _, answers = generator.generate(request, _arguments(max_tokens, seed))
+                answers = list(answers)
+                return [answer.text for answer in answers], answers[-1].finish_reason
+
+            try:
+                ask("warm up")
+                function(ask, provider)
+            except Exception as error:
+                # The command line would make one line of it.
+                failures.append(error)
+            finally:
+                generator.stop_and_join()
+
+        monkeypatch.setattr(mlx_lm.server, "run", serve)
+        code = cli.main(["server", "--model", str(model), "--port", str(_free_port())])
+        for failure in failures:
+            raise failure
+        assert code == 0
+
+    return run
 
 
-def _arguments(seed: int | None) -> mlx_lm.server.GenerationArguments:
+@pytest.mark.parametrize("seed", [None, 1], ids=["batched", "alone"])
+def test_decode_runs_on_the_frozen_step(in_process, stock, seed):
+    def check(ask, provider) -> None:
+        before = provider.model.plan.counts["frozen"]
+        texts, reason = ask("hello", 12, seed)
+        assert ("".join(texts), reason) == (stock("hello"), "length")
+        assert provider.model.plan.counts["frozen"] - before >= 11
+
+    in_process(check)
+
+
+@pytest.mark.parametrize("seed", [None, 1], ids=["batched", "alone"])
+def test_full_memory_ends_one_reply(in_process, stock, monkeypatch, seed):
+    """Beside what is held, first buffers of 256 rows (131 kB) fit, and their growth does not."""
+
+    def check(ask, _provider) -> None:
+        held = mx.get_active_memory()
+        with monkeypatch.context() as full:
+            full.setattr(device, "memory_limit", lambda: held + 20_000)
+            with pytest.raises(MemoryLimitError):
+                ask("x" * 300, 4, seed)
+            full.setattr(device, "memory_limit", lambda: held + 300_000)
+            texts, reason = ask("hello", 600, seed)
+        reply = "".join(texts)
+        assert reason == "length"
+        assert 200 < len(reply) < 300
+        assert stock("hello", 300).startswith(reply)
+        assert ask("hello", 300, seed) == (list(stock("hello", 300)), "length")
+
+    in_process(check)
+
+
+def test_error_while_decoding_is_answered_and_survived(in_process, stock, monkeypatch):
+    def check(ask, provider) -> None:
+        def fail(*_arguments, **_options):
+            raise ArithmeticError("a broken step")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(type(provider.model), "__call__", fail)
+            with pytest.raises(ArithmeticError, match="a broken step"):
+                ask("hello")
+        assert "".join(ask("hello")[0]) == stock("hello")
+
+    in_process(check)
+
+
+def test_server_is_put_back(in_process):
+    server = mlx_lm.server
+
+    def state() -> list:
+        generator = server.ResponseGenerator
+        actions = server.ThreadingHTTPServer.service_actions
+        return [server.Queue, generator._tokenize, generator._generate, actions]
+
+    before = state()
+    in_process(lambda _ask, _provider: None)
+    assert state() == before
+
+
+def test_model_that_cannot_be_loaded_ends_the_process(model, tmp_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(model, damaged)
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    result = _husky("server", "--model", str(damaged), "--port", str(_free_port()))
+    assert result.returncode == 1
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(f"husky: error: {weights}: truncated")
+
+
+def _arguments(max_tokens: int, seed: int | None) -> mlx_lm.server.GenerationArguments:
     return mlx_lm.server.GenerationArguments(
         model=mlx_lm.server.ModelDescription("default_model", "default_model", None),
         sampling=mlx_lm.server.SamplingArguments(0.0, 1.0, 0, 0.0, 0.0, 0.0),
         logits=mlx_lm.server.LogitsProcessorArguments(LETTERS, 0.0, 20, 0.0, 20, 0.0, 20),
         stop_words=[],
-        max_tokens=12,
+        max_tokens=max_tokens,
         num_draft_tokens=3,
         logprobs=False,
         top_logprobs=0,

@@ -1,0 +1,254 @@
+"""What the device allows: memory checked before it is taken, and a machine that cannot compile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import psutil
+import pytest
+from fixtures import FIX_A, FIX_B, PROMPT, mlx_weights, quantize_weights, write_folder
+from mlx.utils import tree_flatten
+
+import husky_mlx
+from husky_mlx import device
+from husky_mlx.cache import KVCache
+from husky_mlx.errors import MemoryLimitError
+from husky_mlx.loading import build_model, load
+
+ROW_BYTES = 2 * 2 * 16 * 4  # keys and values, 2 heads of 16, float32: one token in one layer
+EIGHT_LAYERS = {
+    **FIX_B,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+}
+
+
+def limit_to(monkeypatch: pytest.MonkeyPatch, spare: int) -> None:
+    """Pretend that the device has ``spare`` more bytes than MLX holds now."""
+    limit = mx.get_active_memory() + spare
+    monkeypatch.setattr(device, "memory_limit", lambda: limit)
+
+
+def test_memory_limit_of_the_cpu_build_is_the_machine_s():
+    if device.target() != "cpu":
+        pytest.skip("another target has its own recommendation")
+    assert device.memory_limit() == pytest.approx(psutil.virtual_memory().total, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "left, needed, fits", [(1000, 1000, True), (1000, 1001, False), (0, 1, False)]
+)
+def test_require_memory_counts_what_is_held_already(monkeypatch, left, needed, fits):
+    held = mx.zeros((1024,))
+    mx.eval(held)
+    limit_to(monkeypatch, left)
+    if fits:
+        device.require_memory(needed, "This", "Less would fit.")
+        return
+    with pytest.raises(MemoryLimitError) as error:
+        device.require_memory(needed, "This", "Less would fit.")
+    assert f"This needs {needed:,} bytes, but {left:,} bytes of" in str(error.value)
+    assert str(error.value).endswith("are left. Less would fit.")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_model_that_does_not_fit_is_refused_before_allocation(tmp_path, monkeypatch, packed):
+    weights = mlx_weights(FIX_B)
+    if packed:
+        weights = quantize_weights(weights)
+    folder = write_folder(tmp_path / "m", FIX_B, weights, tokenizer=True)
+    total = sum(value.nbytes for value in weights.values())
+    parameters = sum(value.size for value in weights.values())
+    del weights
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    limit_to(monkeypatch, total - 1)
+    with pytest.raises(MemoryLimitError) as error:
+        load(str(folder))
+    assert mx.get_peak_memory() - before < total // 20
+    message = str(error.value)
+    assert f"Loading {folder} needs {total:,} bytes, but {total - 1:,} bytes of" in message
+    if packed:
+        assert message.endswith("A smaller model or fewer bits would fit.")
+    else:
+        assert message.endswith(f"At 4 bit it would take about {parameters * 9 // 16:,} bytes.")
+    limit_to(monkeypatch, total)
+    load(str(folder))
+
+
+def test_lazy_load_is_not_limited(tmp_path, monkeypatch):
+    folder = write_folder(tmp_path / "m", FIX_B, tokenizer=True)
+    limit_to(monkeypatch, 0)
+    load(str(folder), lazy=True)
+
+
+def peak_of_loading(folder: Path) -> tuple[int, int, int]:
+    """(bytes above the start at the peak, bytes of the weights, bytes of the largest layer)."""
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    model, _ = load(str(folder))
+    peak = mx.get_peak_memory() - before
+
+    def size(module) -> int:
+        return sum(value.nbytes for _, value in tree_flatten(module.parameters()))
+
+    return peak, size(model), max(map(size, model.layers))
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "4 bit", "mixed"])
+def test_peak_while_loading_is_the_weights_and_two_layers(tmp_path, storage):
+    weights = mlx_weights(EIGHT_LAYERS)
+    if storage == "bfloat16":
+        weights = {name: value.astype(mx.bfloat16) for name, value in weights.items()}
+    if storage == "4 bit":
+        weights = quantize_weights(weights)
+    if storage == "mixed":
+        eight = {name: value for name, value in weights.items() if "v_proj" in name}
+        rest = {name: value for name, value in weights.items() if "v_proj" not in name}
+        weights = quantize_weights(eight, bits=8) | quantize_weights(rest, bits=4)
+    folder = write_folder(tmp_path / "m", EIGHT_LAYERS, weights, tokenizer=True)
+    del weights
+    peak, total, layer = peak_of_loading(folder)
+    assert 8 * layer > total // 2, "the layers dominate"
+    assert total <= peak <= total + 2 * layer + 100_000
+
+
+def replies(monkeypatch, spare_after: int | None, **options):
+    """Responses to PROMPT with 600 tokens allowed; memory runs out after ``spare_after`` tokens."""
+    model = build_model({**FIX_A, "max_position_embeddings": 4096}, mlx_weights(FIX_A))
+    responses = []
+    with monkeypatch.context() as patch:
+        for response in husky_mlx.stream_generate(
+            model, options.pop("tokenizer"), PROMPT, max_tokens=600, **options
+        ):
+            responses.append(response)
+            if len(responses) == spare_after:
+                limit_to(patch, 0)
+    return responses
+
+
+def test_greedy_reply_that_meets_the_memory_limit_ends_with_length(monkeypatch, plain_tokenizer):
+    whole = replies(monkeypatch, None, tokenizer=plain_tokenizer)
+    short = replies(monkeypatch, 100, tokenizer=plain_tokenizer)
+    assert len(whole) == 600 and whole[-1].finish_reason == "length"
+    # Room for the prompt and 256 tokens, rounded up to 512: 40 + 472 are in, one more is known.
+    assert [r.token for r in short] == [r.token for r in whole[:473]]
+    assert [r.text for r in short[:-1]] == [r.text for r in whole[:472]]
+    assert [r.finish_reason for r in short] == [None] * 472 + ["length"]
+    assert short[-1].generation_tokens == 473
+
+
+def test_sampled_reply_that_meets_the_memory_limit_ends_with_length(monkeypatch, plain_tokenizer):
+    options = {"tokenizer": plain_tokenizer, "sampler": lambda x: mx.argmax(x, axis=-1)}
+    whole = replies(monkeypatch, None, **options)
+    short = replies(monkeypatch, 100, **options)
+    # mlx-lm's loop: 256 rows at first, 40 + 216 are in; the step after that has no room.
+    assert [r.token for r in short[:-1]] == [r.token for r in whole[:216]]
+    assert [r.text for r in short[:-1]] == [r.text for r in whole[:216]]
+    assert [r.finish_reason for r in short] == [None] * 216 + ["length"]
+    assert short[-1].text == ""
+
+
+@pytest.mark.parametrize("sampler", [None, lambda x: mx.argmax(x, axis=-1)])
+def test_prompt_that_does_not_fit_is_an_error_with_its_figures(
+    monkeypatch, plain_tokenizer, sampler
+):
+    model = build_model(FIX_A, mlx_weights(FIX_A))
+    limit_to(monkeypatch, 10 * 2 * ROW_BYTES)
+    with pytest.raises(MemoryLimitError) as error:
+        next(husky_mlx.stream_generate(model, plain_tokenizer, PROMPT, 8, sampler=sampler))
+    assert "A KV cache of 256 tokens needs 131,072 bytes, but 5,120 bytes of" in str(error.value)
+    assert str(error.value).endswith("About 10 tokens would fit.")
+
+
+def test_growth_in_the_middle_of_decode_is_refused_before_allocation(monkeypatch):
+    model = build_model(FIX_A, mlx_weights(FIX_A))
+    cache = model.make_cache()
+    model(mx.array([[*PROMPT] * 6]), cache=cache)
+    for _ in range(16):
+        mx.eval(model(mx.array([[7]]), cache=cache))
+    assert cache[0].offset == cache[0].capacity() == 256
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    # One layer's old buffer lives beside its new one: 300 rows of spare leave room for 44 new ones.
+    limit_to(monkeypatch, 300 * ROW_BYTES)
+    with pytest.raises(MemoryLimitError) as error:
+        model(mx.array([[7]]), cache=cache)
+    assert mx.get_peak_memory() - before < 256 * ROW_BYTES
+    assert f"A KV cache of 512 tokens needs {3 * 256 * ROW_BYTES:,} bytes" in str(error.value)
+    assert str(error.value).endswith(f"About {256 + 44 // 2} tokens would fit.")
+    assert isinstance(cache[0], KVCache) and cache[0].offset == 256, "the cache is as it was"
+    limit_to(monkeypatch, 3 * 256 * ROW_BYTES)
+    assert model(mx.array([[7]]), cache=cache).shape == (1, 1, 96)
+
+
+REPLY = """
+import sys
+from husky_mlx import generate, load
+from mlx_lm.sample_utils import make_sampler
+model, tokenizer = load(sys.argv[1])
+print(ascii(generate(model, tokenizer, "the", max_tokens=4)))
+sampler = make_sampler(temp=0.7, top_p=0.9, min_p=0.1, top_k=8)
+generate(model, tokenizer, "the", max_tokens=4, sampler=sampler)
+print(model.plan)
+print(model.plan.counts["frozen"])
+"""
+
+
+def reply_process(folder: Path, **environment: str) -> subprocess.Popen:
+    root = str(Path(husky_mlx.__file__).parents[1])
+    return subprocess.Popen(
+        [sys.executable, "-c", REPLY, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root, **environment},
+    )
+
+
+def finish(process: subprocess.Popen) -> list[str]:
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    return out.splitlines()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("device") / "m", FIX_B, tokenizer=True)
+
+
+@pytest.fixture(scope="module")
+def expected(folder) -> str:
+    model, tokenizer = load(str(folder))
+    return ascii(husky_mlx.generate(model, tokenizer, "the", max_tokens=4))
+
+
+@pytest.mark.skipif(device.target() != "cpu", reason="only MLX's CPU build compiles with g++")
+def test_without_a_compiler_everything_runs_eagerly_C125(folder, expected, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    processes = [
+        (reply_process(folder, PATH=str(tmp_path / "empty"), TMPDIR=str(tmp_path)), "g++"),
+        (reply_process(folder, TMPDIR=str(tmp_path / "file" / "x")), "could not compile here"),
+    ]
+    for process, reason in processes:
+        reply, *plan, frozen = finish(process)
+        assert reply == expected
+        assert frozen == "0"
+        assert "decode: eager (MLX" in plan[1] and reason in plan[1]
+
+
+@pytest.mark.skipif(device.target() != "cpu", reason="only MLX's CPU build compiles with g++")
+def test_two_first_runs_share_an_empty_compile_folder_C125(folder, expected, tmp_path):
+    for process in [reply_process(folder, TMPDIR=str(tmp_path)) for _ in range(2)]:
+        reply, *_, frozen = finish(process)
+        assert reply == expected
+        assert frozen == "6", "three steps past the first of each reply"

@@ -12,24 +12,23 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as stock
 
-from husky_mlx.device import memory_left, require_memory
+from husky_mlx.device import growth_step, memory_left, require_memory
 from husky_mlx.errors import ContextLimitError
 
-STEP = 256  # mlx-lm's own growth: any other granularity would cost memory against it
 QUANTIZED_GROUP_SIZES = (128, 64, 32)
 QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
 
 
-def next_capacity(current: int, needed: int, limit: int | None = None) -> int:
-    """Rows to allocate so that ``needed`` fit: 256 more, past 2,048 at most an eighth more.
+def next_capacity(current: int, needed: int, limit: int | None = None, step: int = 256) -> int:
+    """Rows to allocate so that ``needed`` fit: ``step`` more, or an eighth more where that is more.
 
-    A first allocation is what the prompt needs, rounded up to 256. ``limit`` caps the result but
-    never below ``needed``.
+    A first allocation is what the prompt needs, rounded up to ``step``. 256 is mlx-lm's own growth.
+    ``limit`` caps the result but never below ``needed``.
     """
     if needed <= current:
         return current
-    grown = current + current // 8 // STEP * STEP
-    target = max(-(-needed // STEP) * STEP, grown)
+    grown = current + current // 8 // step * step
+    target = max(-(-needed // step) * step, grown)
     return max(needed, target if limit is None else min(target, limit))
 
 
@@ -107,16 +106,20 @@ class _FixedCapacity:
     def capacity(self) -> int:
         return 0 if self.keys is None else self.keys.shape[2]
 
+    def next_capacity(self, rows: int, limit: int | None = None) -> int:
+        """What ``rows`` rows make of the present capacity on this device."""
+        return next_capacity(self.capacity(), rows, limit, growth_step())
+
     def grow(self, rows: int, used: int, limit: int | None = None) -> None:
         """Make room for ``rows`` rows in buffers that exist, keeping the first ``used``."""
         assert self.keys is not None and self.values is not None
-        capacity = next_capacity(self.capacity(), rows, limit)
+        capacity = self.next_capacity(rows, limit)
         if capacity > self.capacity():
             self.keys, self.values = (_resized(x, used, capacity) for x in (self.keys, self.values))
 
     def allocate(self, keys: mx.array, values: mx.array, limit: int | None = None) -> None:
         """First buffers, with room for ``keys`` and ``values`` (B, kv_heads, L, head_dim)."""
-        capacity = next_capacity(0, max(keys.shape[2], self.expected), limit)
+        capacity = self.next_capacity(max(keys.shape[2], self.expected), limit)
         self.keys, self.values = (
             mx.zeros((*x.shape[:2], capacity, x.shape[3]), x.dtype) for x in (keys, values)
         )
@@ -147,7 +150,7 @@ class KVCache(_FixedCapacity, stock.KVCache):
     def capacity_for(self, tokens: int) -> int:
         """Rows of the buffers once ``tokens`` more are in."""
         rows = max(self.offset + tokens, self.expected)
-        return next_capacity(self.capacity(), rows, self.limit)
+        return self.next_capacity(rows, self.limit)
 
     def begin_step(self) -> tuple[int, int]:
         """Make room for one more row: returns its slot and the number of live rows with it."""
@@ -212,7 +215,7 @@ class RotatingKVCache(_FixedCapacity, stock.RotatingKVCache):
         """Rows of the buffers once ``tokens`` more are in; a prefill keeps a whole window a row."""
         if tokens > 1:
             return min(self.offset, self.max_size) + tokens
-        return next_capacity(self.capacity(), min(self.offset + 1, self.max_size), self.max_size)
+        return self.next_capacity(min(self.offset + 1, self.max_size), self.max_size)
 
     def begin_step(self) -> tuple[int, int]:
         """Make room for one more row: returns its slot and the number of live rows with it."""
@@ -246,7 +249,7 @@ class BatchKVCache(_FixedCapacity, stock.BatchKVCache):
 
     def capacity_for(self, tokens: int) -> int:
         """Rows of the buffers once ``tokens`` more are in."""
-        return next_capacity(self.capacity(), self._idx + tokens, self.limit)
+        return self.next_capacity(self._idx + tokens, self.limit)
 
     def begin_step(self) -> tuple[int, int]:
         """Make room for one more row: returns its slot and the number of used rows with it."""

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from husky_mlx import device
 from husky_mlx.cache import BatchKVCache, KVCache, RotatingKVCache, adopt, check_growth
 from husky_mlx.config import LlamaConfig
+from husky_mlx.errors import MemoryLimitError
 from husky_mlx.freeze import DecodeStep, StepWeights
 from husky_mlx.ops.rotate import rotation
 from husky_mlx.pack import FUSIONS, Separate, pack_layers
@@ -61,7 +62,7 @@ class Frozen:
             )
         if not takes(tokens, caches):
             adopt(caches)
-        self._check_memory(model, tokens, caches)
+        self._check_memory(model, *tokens.shape, caches)
         if self.plan.eager_reason or not (takes(tokens, caches) and self._slide(caches)):
             if tokens.shape[1] > 1 or getattr(caches[0], "keys", None) is None:
                 self._sweep(model)
@@ -78,14 +79,23 @@ class Frozen:
             for i, window in self._windows.items()
         )
 
-    def _check_memory(self, model: Any, tokens: mx.array, caches: Sequence[Any]) -> None:
-        length = tokens.shape[1]
+    def has_room(self, model: Any, caches: Sequence[Any]) -> bool:
+        """Whether one more token a row fits the device's memory and the caches' limit."""
+        if any(isinstance(c, KVCache) and c.limit == c.offset for c in caches[:1]):
+            return False
+        try:
+            self._check_memory(model, 1, 1, caches)
+        except MemoryLimitError:
+            return False
+        return True
+
+    def _check_memory(self, model: Any, rows: int, length: int, caches: Sequence[Any]) -> None:
         ours = (KVCache, RotatingKVCache, BatchKVCache)
-        samples = [caches[i] for i in self._one_of_each_kind]
+        samples = [caches[i] for i in self._one_of_each_kind if i < len(caches)]
         if all(isinstance(c, ours) and c.capacity_for(length) <= c.capacity() for c in samples):
             return
         itemsize = model.model.activation_dtype().size
-        row_bytes = 2 * tokens.shape[0] * self.config.key_value_size * itemsize
+        row_bytes = 2 * rows * self.config.key_value_size * itemsize
         check_growth([c for c in caches if isinstance(c, ours)], length, row_bytes)
 
     def _sweep(self, model: Any) -> None:

@@ -7,7 +7,6 @@ decoding, a quantized cache, embeddings) runs in mlx-lm's own loop on our model.
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
 from collections.abc import Generator
@@ -20,7 +19,6 @@ from mlx_lm.generate import stream_generate as stock_stream_generate
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from husky_mlx.errors import MemoryLimitError
 from husky_mlx.greedy import greedy_tokens
 from husky_mlx.model import Model
 from husky_mlx.request import check_request
@@ -89,19 +87,16 @@ def stream_generate(
         responses = stock_stream_generate(
             model, tokenizer, tokens, max_tokens, draft_model, stream, **kwargs
         )
-    last = None
-    try:
-        for response in responses:
-            if last is None:
-                _check_numbers(model, response.logprobs)
-            last = response
-            yield response
-    except MemoryLimitError:
-        if last is None:
-            raise
-        end = copy.copy(last)
-        end.text, end.finish_reason = "", "length"
-        yield end
+    caches = kwargs.get("prompt_cache") or []
+    for count, response in enumerate(responses):
+        if count == 0 and response.token == 0:
+            _check_numbers(model, response.logprobs)
+        full = response.finish_reason is None and not model.has_room(caches)
+        if full:
+            response.finish_reason = "length"
+        yield response
+        if full:
+            return
 
 
 def generate(
@@ -140,7 +135,7 @@ def generate(
 
 
 def _check_numbers(model: Model, logprobs: mx.array) -> None:
-    """Warn of logits that are no numbers: their argmax is token 0, again and again."""
+    """Warn of logits that are no numbers: the argmax of such is token 0, again and again."""
     if not mx.isnan(logprobs).any().item():
         return
     cause = "float16 overflows above 65,504: use the model in bfloat16"
@@ -182,13 +177,7 @@ def _greedy_responses(
     with wired_limit(model, [stream]):
         started = time.perf_counter()
         prompt_tps = 0.0
-        full = False
-
-        def no_room() -> None:
-            nonlocal full
-            full = True
-
-        tokens = greedy_tokens(model, prompt, max_tokens, stream=stream, no_room=no_room, **options)
+        tokens = greedy_tokens(model, prompt, max_tokens, stream=stream, **options)
         for count, (token, logits) in enumerate(tokens, start=1):
             if count == 1:
                 prompt_tps = prompt.size / (time.perf_counter() - started)
@@ -196,7 +185,7 @@ def _greedy_responses(
             stop = token in tokenizer.eos_token_ids
             if not stop:
                 detokenizer.add_token(token)
-            last = stop or full or count == max_tokens
+            last = stop or count == max_tokens or not model.has_room(options["prompt_cache"])
             if last:
                 detokenizer.finalize()
             yield GreedyResponse(

@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 
 from husky_mlx.cache import KVCache
-from husky_mlx.errors import ContextLimitError, MemoryLimitError
 from husky_mlx.model import Model
 
 CLEAR_EVERY = 256  # tokens between releases of MLX's buffer cache, as in mlx-lm's loop
@@ -24,13 +23,11 @@ def greedy_tokens(
     prompt_cache: list[Any],
     prefill_step_size: int = 2048,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
-    no_room: Callable[[], None] = lambda: None,
 ) -> Generator[tuple[int, mx.array], None, None]:
     """Yield (token id, logits of shape (1, 1, vocabulary)) for a prompt of shape (L,).
 
-    ``max_tokens`` below 0 means no limit. The cache holds every token that was yielded when the
-    loop ends, as after mlx-lm's, unless its limit leaves no room for the last. Memory or the
-    cache's limit may end a reply early: ``no_room`` is called before that last token is yielded.
+    ``max_tokens`` below 0 means no limit. As after mlx-lm's loop the cache then holds every token
+    that was yielded; a single one that finds no room in it ends the loop.
     """
     report = prompt_progress_callback or (lambda done, total: None)
     total = prompt.size
@@ -60,9 +57,9 @@ def greedy_tokens(
         mx.async_eval(token, logits)
         count = 0
         while count != max_tokens:
-            following = _unless_full(advance, token)
-            if following is None:
-                no_room()
+            following = advance(token) if model.has_room(prompt_cache) else None
+            if following is not None:
+                mx.async_eval(*following)
             if count == 0:
                 mx.eval(token)
                 report(total, total)
@@ -73,15 +70,3 @@ def greedy_tokens(
             token, logits = following
             if count % CLEAR_EVERY == 0:
                 mx.clear_cache()
-
-
-def _unless_full(
-    advance: Callable[[mx.array], tuple[mx.array, mx.array]], token: mx.array
-) -> tuple[mx.array, mx.array] | None:
-    """Encode the step after ``token``; None where ``token`` finds no room in the cache."""
-    try:
-        following = advance(token)
-    except (ContextLimitError, MemoryLimitError):
-        return None
-    mx.async_eval(*following)
-    return following

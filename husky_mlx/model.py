@@ -174,6 +174,10 @@ class Model(Tracked):
         """The frozen step if it takes this call; see ``Frozen.step_for``."""
         return self._frozen.step_for(self, inputs, cache)
 
+    def has_room(self, caches: Sequence[Any]) -> bool:
+        """Whether one more token a row fits the device's memory and ``max_context``."""
+        return self._frozen.has_room(self, caches)
+
     def prepare(self) -> None:
         """Fuse and freeze now instead of at the first decode; evaluates the weights."""
         if self.plan.eager_reason is None:

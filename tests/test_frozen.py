@@ -42,11 +42,12 @@ def test_500_steps_across_growths_equal_mlx_lm_with_one_trace_a_capacity():
     tokens, cache = decode(model, PROMPT, 500)
     assert tokens == expected
     assert cache[0].offset == 540, "the prompt and every token that was yielded"
-    # 40 + 256 expected tokens need 512 rows; 540 need 768.
-    assert cache[0].capacity() == 768
-    assert model.plan.counts == {"frozen": 501, "reference": 1, "traces": 2}
+    # 40 + 256 expected tokens need 320 rows at first, 540 need 576 on the CPU.
+    capacities = range(320, 577, 64)
+    assert cache[0].capacity() == capacities[-1]
+    assert model.plan.counts == {"frozen": 501, "reference": 1, "traces": len(capacities)}
     decode(model, PROMPT, 500)
-    assert model.plan.counts["traces"] == 2, "a second reply traces nothing"
+    assert model.plan.counts["traces"] == len(capacities), "a second reply traces nothing"
 
 
 def test_a_growth_is_one_copy_of_one_layer_at_a_time_and_nothing_else_is_copied():
@@ -65,7 +66,7 @@ def test_a_growth_is_one_copy_of_one_layer_at_a_time_and_nothing_else_is_copied(
         peaks.append(mx.get_peak_memory() - mx.get_active_memory())
         capacities.append(cache[0].capacity())
         mx.reset_peak_memory()
-    assert capacities[0] == 2304 and capacities[-1] == 2560, "the reply crosses one growth"
+    assert sorted(set(capacities)) == [2304, 2560], "the reply crosses one growth"
     buffer = 2304 * 2 * 64 * 4  # rows, kv heads, head_dim, float32
     copies = [peak for peak in peaks[1:] if peak > buffer // 4]
     assert len(copies) == 1, "only the growth copies a buffer"
@@ -94,11 +95,11 @@ def test_capacity_follows_the_need_and_not_max_context():
     tokens, cache = decode(small, PROMPT, 30)
     more_tokens, more_cache = decode(large, PROMPT, 30)
     assert tokens == more_tokens
-    assert cache[0].capacity() == more_cache[0].capacity() == 256
+    assert cache[0].capacity() == more_cache[0].capacity() == 128
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
-@pytest.mark.parametrize("reply", [1, 2, 255, 256, 257])
+@pytest.mark.parametrize("reply", [1, 2, 61, 62, 63, 64, 65])
 def test_short_prompts_and_replies_that_end_on_a_capacity(length, reply):
     model = fresh_model()
     stock = stock_model(FIX_A, mlx_weights(FIX_A))
@@ -136,9 +137,9 @@ def test_traces_are_bounded_by_capacities_C136():
     model = fresh_model()
     for length in range(1, 201):
         decode(model, (PROMPT * 5)[:length], 2)
-    assert model.plan.counts["traces"] == 1, "all of these fit 256 rows"
+    assert model.plan.counts["traces"] == 4, "64, 128, 192 and 256 rows"
     decode(model, PROMPT * 7, 2)
-    assert model.plan.counts["traces"] == 2
+    assert model.plan.counts["traces"] == 5
 
 
 def test_position_is_an_array_C046_C047():

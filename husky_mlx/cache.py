@@ -14,9 +14,7 @@ from mlx_lm.models import cache as stock
 
 from husky_mlx.device import growth_step, memory_left, require_memory
 from husky_mlx.errors import ContextLimitError
-
-QUANTIZED_GROUP_SIZES = (128, 64, 32)
-QUANTIZED_BITS = (2, 3, 4, 5, 6, 8)
+from husky_mlx.structure import AFFINE_BITS, AFFINE_GROUP_SIZES
 
 
 def next_capacity(current: int, needed: int, limit: int | None = None, step: int = 256) -> int:
@@ -85,8 +83,8 @@ def _handles(state: Sequence[Any]) -> tuple[Any, ...]:
 class _FixedCapacity:
     """Growth shared by the caches below, for buffers of shape (B, kv_heads, capacity, head_dim)."""
 
-    keys: mx.array | None
-    values: mx.array | None
+    keys: Any
+    values: Any
     limit: int | None = None
     expected: int = 0
 
@@ -184,7 +182,7 @@ class KVCache(_FixedCapacity, stock.KVCache):
         dims = (self.keys.shape[-1], self.values.shape[-1])
         group_size = quantized_group_size(dims, group_size, bits)
         cache = stock.QuantizedKVCache(group_size=group_size, bits=bits)
-        cache.keys, cache.values = (
+        cache.keys, cache.values = (  # type: ignore[assignment]
             mx.quantize(x, group_size=group_size, bits=bits) for x in self.keys_and_values()
         )
         cache.offset = self.offset
@@ -301,12 +299,12 @@ def quantized_group_size(dims: tuple[int, ...], group_size: int, bits: int) -> i
 
     Raises ValueError naming head_dim, group size or bits where none fits.
     """
-    if bits not in QUANTIZED_BITS:
-        raise ValueError(f"kv_bits must be one of {QUANTIZED_BITS}, found {bits}")
-    for candidate in (group_size, *QUANTIZED_GROUP_SIZES):
-        if candidate in QUANTIZED_GROUP_SIZES and all(dim % candidate == 0 for dim in dims):
+    if bits not in AFFINE_BITS:
+        raise ValueError(f"kv_bits must be one of {AFFINE_BITS}, found {bits}")
+    for candidate in (group_size, *reversed(AFFINE_GROUP_SIZES)):
+        if candidate in AFFINE_GROUP_SIZES and all(dim % candidate == 0 for dim in dims):
             return candidate
     raise ValueError(
         f"a KV cache of head_dim {dims[0]} cannot be quantized: kv_group_size {group_size} does "
-        f"not divide it and neither does any of {QUANTIZED_GROUP_SIZES}"
+        f"not divide it and neither does any of {AFFINE_GROUP_SIZES}"
     )

@@ -171,7 +171,11 @@ def _sizes(config: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
             f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
     if sizes.get("head_dim", 2) % 2:
-        malformed.append(f"head_dim must be even for rotary embedding, found {sizes['head_dim']}")
+        given = config.get("head_dim") is not None
+        origin = "" if given else f" (hidden_size {sizes['hidden_size']} / {heads} heads)"
+        malformed.append(
+            f"head_dim must be even for rotary embedding, found {sizes['head_dim']}{origin}"
+        )
     return sizes, malformed
 
 

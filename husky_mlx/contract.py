@@ -45,6 +45,8 @@ _FUNCTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "scaled_dot_product_attention",
         ("queries", "keys", "values", "cache", "scale", "mask"),
     ),
+    ("mlx_lm.models.activations", "swiglu", ("gate", "x")),
+    ("mlx_lm.tokenizer_utils", "_infer_tool_parser", ("tokenizer",)),
     ("mlx_lm.models.base", "create_attention_mask", ("h", "cache", "window_size")),
 )
 # (class in mlx_lm.models.cache, members that our subclasses build on)

@@ -19,10 +19,13 @@ class UnsupportedModel(HuskyError, ValueError):
         self.source = source
         self.differences = list(differences)
         listed = "; ".join(self.differences)
-        super().__init__(
-            f"{source}: not supported by husky_mlx: {listed}. "
-            'It may run on stock mlx-lm: load(..., backend="mlx") or --backend mlx.'
+        # mlx-lm does not read GGUF files.
+        elsewhere = (
+            ""
+            if source.endswith(".gguf")
+            else ' It may run on stock mlx-lm: load(..., backend="mlx") or --backend mlx.'
         )
+        super().__init__(f"{source}: not supported by husky_mlx: {listed}.{elsewhere}")
 
 
 class CheckpointError(HuskyError, ValueError):

@@ -62,9 +62,10 @@ class Frozen:
             )
         if not takes(tokens, caches):
             adopt(caches)
-        self._check_memory(model, *tokens.shape, caches)
+        rows, length = tokens.shape
+        self._check_memory(model, rows, length, caches)
         if self.plan.eager_reason or not (takes(tokens, caches) and self._slide(caches)):
-            if tokens.shape[1] > 1 or getattr(caches[0], "keys", None) is None:
+            if length > 1 or getattr(caches[0], "keys", None) is None:
                 self._sweep(model)
             return None
         if self._step is None or self._step_revision != self.revision:
@@ -155,7 +156,7 @@ def eager_reason() -> str | None:
 
 
 def _parameters(model: Any) -> list[mx.array]:
-    return [value for _, value in tree_flatten(model.parameters())]
+    return [value for _, value in tree_flatten(model.parameters())]  # type: ignore[misc, str-unpack]
 
 
 def _unfused(layers: Sequence[Any]) -> list[str]:

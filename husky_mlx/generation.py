@@ -38,6 +38,9 @@ _SAMPLING_OPTIONS = (
 class GreedyResponse(GenerationResponse):
     """mlx-lm's response; ``logprobs``, (vocabulary,), are computed when they are first read."""
 
+    _logits: mx.array | None
+    _logprobs: mx.array
+
     @property  # type: ignore[override]
     def logprobs(self) -> mx.array:
         logits = self._logits
@@ -51,7 +54,7 @@ class GreedyResponse(GenerationResponse):
 
     @logprobs.setter
     def logprobs(self, logits: mx.array) -> None:
-        self._logits: mx.array | None = logits
+        self._logits = logits
 
 
 def stream_generate(
@@ -151,7 +154,7 @@ def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> 
     if isinstance(prompt, str):
         has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=not has_bos)
-    return mx.array(prompt)
+    return mx.array(prompt)  # type: ignore[arg-type]
 
 
 def _is_greedy(draft_model: nn.Module | None, options: dict[str, Any]) -> bool:

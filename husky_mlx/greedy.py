@@ -63,7 +63,7 @@ def greedy_tokens(
             if count == 0:
                 mx.eval(token)
                 report(total, total)
-            yield int(token.item()), logits
+            yield int(token.item()), logits  # type: ignore[arg-type]
             count += 1
             if following is None:
                 return

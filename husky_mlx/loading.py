@@ -131,11 +131,12 @@ def build_model(
     layers. Raises UnsupportedModel and CheckpointError naming ``source``.
     """
     config_source = str(Path(source, "config.json")) if Path(source).is_dir() else source
-    _refuse_foreign_quantization(config, config_source)
+    refuse_foreign_quantization(config, config_source)
     llama_config = LlamaConfig.from_dict(config, config_source)
     kept = drop_unread(weights, llama_config.tie_word_embeddings)
     weights.clear()
     check_structure(llama_config, kept, source)
+    model: nn.Module
     if backend == "husky":
         model = Model(llama_config, max_context=max_context, max_kv_size=max_kv_size)
     else:
@@ -191,7 +192,8 @@ def _widen_scales(model: Model) -> None:
                 module[name] = module[name].astype(activation_dtype(module[name].dtype))
 
 
-def _refuse_foreign_quantization(config: Mapping[str, Any], source: str) -> None:
+def refuse_foreign_quantization(config: Mapping[str, Any], source: str) -> None:
+    """Raise UnsupportedModel for a checkpoint that another library packed."""
     settings = config.get("quantization_config") or {}
     if not isinstance(settings, Mapping):
         raise CheckpointError(f"{source}: quantization_config must be an object, found {settings}")

@@ -27,7 +27,7 @@ class Fused:
     bias: mx.array | None
     group_size: int | None
     bits: int | None
-    mode: str | None
+    mode: str
     rows: tuple[int, ...]
 
     def __call__(self, x: mx.array) -> list[mx.array]:
@@ -48,7 +48,7 @@ class Fused:
         if self.bias is not None:
             y = y + self.bias
         borders = [sum(self.rows[: i + 1]) for i in range(len(self.rows) - 1)]
-        return mx.split(y, borders, axis=-1)
+        return list(mx.split(y, borders, axis=-1))
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def fuse(modules: Sequence[nn.Module]) -> Projections:
         **parameters,  # type: ignore[arg-type]
         group_size=first.group_size if quantized else None,
         bits=first.bits if quantized else None,
-        mode=first.mode if quantized else None,
+        mode=first.mode if quantized else "affine",
         rows=rows,
     )
 

@@ -60,7 +60,8 @@ def check_request(
 
 
 def _check_token_ids(prompt: mx.array, vocab_size: int) -> None:
-    for token in (mx.min(prompt).item(), mx.max(prompt).item()):
+    for extreme in (mx.min(prompt), mx.max(prompt)):
+        token = int(extreme.item())  # type: ignore[arg-type]
         if not 0 <= token < vocab_size:
             raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size}")
 

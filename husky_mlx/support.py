@@ -14,7 +14,7 @@ from husky_mlx.config import LAYER_TYPES, SUPPORTED_MODEL_TYPES, LlamaConfig
 from husky_mlx.errors import CheckpointError, UnsupportedModel
 from husky_mlx.frozen import eager_reason
 from husky_mlx.gguf_file import BLOCK_TYPES
-from husky_mlx.loading import _refuse_foreign_quantization
+from husky_mlx.loading import refuse_foreign_quantization
 from husky_mlx.rope import SUPPORTED_ROPE_TYPES
 
 FAST, REFERENCE, REFUSED = "fast", "reference", "refused"
@@ -91,7 +91,7 @@ def check(name: str) -> Verdict:
         config = gguf.read_config(path) if path.is_file() else checkpoint.read_config(path)
         verdict.facts = _facts(config, path)
         LlamaConfig.from_dict(config, source=str(path))
-        _refuse_foreign_quantization(config, str(path))
+        refuse_foreign_quantization(config, str(path))
         if path.is_file():
             gguf_tokenizer.load_tokenizer(path)
     except UnsupportedModel as error:

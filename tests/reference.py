@@ -21,18 +21,46 @@ def band(window: int) -> Visible:
     return lambda length: causal(length) & ~np.tri(length, k=-window, dtype=bool)
 
 
-def sinks_and_band(sinks: int, size: int, prompt: int) -> Visible:
-    """What mlx-lm's rotating cache shows: a band of ``size`` to all but the last prompt token,
-    then the first ``sinks`` tokens and the last ``size - sinks``."""
+def ring(size: int, sinks: int, calls: list[int]) -> Visible:
+    """A cache of ``size`` tokens that drops the oldest but never the first ``sinks``.
+
+    ``calls``: the lengths of the first calls; all later ones are of one token. As mlx-lm documents
+    it, a call of several tokens shows each of them the last ``size``.
+    """
 
     def visible(length: int) -> np.ndarray:
-        mask = band(size)(length)
-        ring = band(size - sinks)(length)
-        ring[:, :sinks] = causal(length)[:, :sinks]
-        mask[prompt - 1 :] = ring[prompt - 1 :]
+        mask = np.zeros((length, length), bool)
+        held: list[int] = []
+        start = 0
+        for count in [*calls, *[1] * (length - sum(calls))]:
+            surplus = len(held) + 1 - size
+            if surplus > 0:
+                del held[sinks : sinks + surplus]
+            if count == 1:
+                mask[start, [*held, start]] = True
+            for query in range(start, start + count) if count > 1 else ():
+                mask[query, [*held, *range(start, query + 1)][-size:]] = True
+            held += range(start, start + count)
+            start += count
         return mask
 
     return visible
+
+
+def check(
+    weights: dict[str, np.ndarray],
+    config: dict[str, Any],
+    prompt: list[int],
+    reply: list[int],
+    visible: Visible = causal,
+) -> list[int]:
+    """The most likely token at each position of ``reply``, with the ones before it given.
+
+    Equal to ``reply`` exactly where that is REF's own greedy reply, for the price of one forward.
+    """
+    tokens = prompt + reply[:-1]
+    logits = numpy_llama.logits(config, weights, tokens, visible=visible(len(tokens)))
+    return logits[len(prompt) - 1 :].argmax(-1).tolist()
 
 
 def greedy(
@@ -45,6 +73,5 @@ def greedy(
     """The argmax over the whole sequence again at every step."""
     tokens = list(prompt)
     for _ in range(count):
-        logits = numpy_llama.logits(config, weights, tokens, visible=visible(len(tokens)))
-        tokens.append(int(logits[-1].argmax()))
+        tokens += check(weights, config, tokens, [-1], visible)
     return tokens[len(prompt) :]

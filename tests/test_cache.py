@@ -42,29 +42,38 @@ def test_next_capacity_by_hand(current, needed, limit, expected):
     assert next_capacity(current, needed, limit) == expected
 
 
-@given(st.integers(0, 60_000), st.integers(1, 80_000), st.none() | st.integers(1, 80_000))
-def test_next_capacity_holds_what_is_needed_and_grows_by_little(current, needed, limit):
-    rows = next_capacity(current, needed, limit)
+@pytest.mark.parametrize(
+    ("current", "needed", "expected"),
+    [(0, 1, 64), (64, 65, 128), (512, 513, 576), (1024, 1025, 1152), (2048, 2049, 2304)],
+)
+def test_next_capacity_in_smaller_steps_by_hand(current, needed, expected):
+    assert next_capacity(current, needed, step=64) == expected
+
+
+steps = st.sampled_from([64, 256])
+
+
+@given(st.integers(0, 60_000), st.integers(1, 80_000), st.none() | st.integers(1, 80_000), steps)
+def test_next_capacity_holds_what_is_needed_and_grows_by_little(current, needed, limit, step):
+    rows = next_capacity(current, needed, limit, step)
     assert rows >= needed and rows >= current
     if needed <= current:
         assert rows == current
         return
     if limit is not None:
         assert rows <= max(needed, limit)
-    assert rows < needed + 256 or rows <= current * 1.125
-    if current < 2048:
-        assert rows < needed + 256
+    assert rows < needed + step or rows <= current * 1.125
+    if current < 8 * step:
+        assert rows < needed + step
 
 
-@given(st.integers(0, 30_000), st.integers(100, 20_000))
-def test_growth_token_by_token_stops_at_the_limit(start, limit):
+@given(st.integers(0, 30_000), st.integers(100, 20_000), steps)
+def test_growth_token_by_token_stops_at_the_limit(start, limit, step):
     """Each of the growths of a reply is small, and the last one lands on the limit."""
     capacity = min(start, limit)
     while capacity < limit:
-        grown = next_capacity(capacity, capacity + 1, limit)
-        assert (
-            capacity < grown <= min(limit, max(-(-capacity // 256) * 256 + 256, capacity * 1.125))
-        )
+        grown = next_capacity(capacity, capacity + 1, limit, step)
+        assert capacity < grown <= min(limit, max(capacity + step, capacity * 1.125))
         capacity = grown
     assert capacity == limit
 

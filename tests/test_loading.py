@@ -1,4 +1,4 @@
-"""``load``: mlx-lm's signature and our switches, what it prints, tokenizer files, packed formats."""
+"""``load``: mlx-lm's signature, our switches, what is printed, tokenizers, packed formats."""
 
 from __future__ import annotations
 
@@ -214,7 +214,9 @@ def test_damaged_files_are_named(copied, name, content, parts):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("removed", [["tokenizer.json"], ["tokenizer.json", "tokenizer_config.json"]])
+@pytest.mark.parametrize(
+    "removed", [["tokenizer.json"], ["tokenizer.json", "tokenizer_config.json"]]
+)
 def test_missing_tokenizer_says_what_is_expected(copied, removed):
     for name in removed:
         (copied / name).unlink()

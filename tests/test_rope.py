@@ -1,4 +1,4 @@
-"""Rotary embedding: every spelling of a config, the frequencies that follow, and what is refused."""
+"""Rotary embedding: every spelling of a config, its frequencies, and what is refused."""
 
 from __future__ import annotations
 

@@ -49,7 +49,8 @@ def test_tied_checkpoint_with_a_stored_head_C016(packed):
     weights = mlx_weights(FIX_A)
     if packed:
         parts = mx.quantize(weights.pop("lm_head.weight"), group_size=64, bits=4)
-        weights |= dict(zip(("lm_head.weight", "lm_head.scales", "lm_head.biases"), parts))
+        for part, array in zip(("weight", "scales", "biases"), parts, strict=True):
+            weights[f"lm_head.{part}"] = array
     expected = logits(tied, numpy_weights(FIX_A), PROMPT[:8])
     np.testing.assert_allclose(logits_of(tied, weights), expected, atol=3e-5)
 

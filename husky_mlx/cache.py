@@ -238,7 +238,8 @@ class RotatingKVCache(_FixedCapacity, stock.RotatingKVCache):
 class BatchKVCache(_FixedCapacity, stock.BatchKVCache):
     """Several left-padded sequences that share the next slot; ``offset`` has one entry a row."""
 
-    _right_padding: mx.array | None = None  # mlx-lm's from_state leaves it out
+    # mlx-lm's from_state leaves it out.
+    _right_padding: mx.array | None = None  # type: ignore[assignment]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (B, kv_heads, L, head_dim) keys and values; returns views of the used rows."""

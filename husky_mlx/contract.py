@@ -49,6 +49,24 @@ _FUNCTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("mlx_lm.tokenizer_utils", "_infer_tool_parser", ("tokenizer",)),
     ("mlx_lm.models.base", "create_attention_mask", ("h", "cache", "window_size")),
 )
+# Imported by name: nothing to check but that they are there.
+_NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("mlx_lm.generate", ("GenerationResponse", "generation_stream")),
+    ("mlx_lm.models.activations", ("swiglu",)),
+    ("mlx_lm.models.cache", ("make_prompt_cache",)),
+    ("mlx_lm.models.llama", ("Model", "ModelArgs")),
+    ("mlx_lm.sample_utils", ("greedy_sampler", "make_sampler")),
+    (
+        "mlx_lm.tokenizer_utils",
+        (
+            "BPEStreamingDetokenizer",
+            "SPMStreamingDetokenizer",
+            "StreamingDetokenizer",
+            "TokenizerWrapper",
+        ),
+    ),
+    ("mlx_lm.utils", ("DEFAULT_ALLOW_PATTERNS", "MODEL_REMAPPING")),
+)
 # (class in mlx_lm.models.cache, members that our subclasses build on)
 _CACHES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("KVCache", ("update_and_fetch", "keys_and_values", "state", "from_state", "trim", "merge")),
@@ -74,26 +92,37 @@ _OUR_KEYWORDS = ("backend", "max_context", "max_kv_size", "fallback", "verbose")
 @functools.cache
 def violations() -> list[str]:
     """Where the installed mlx-lm differs from what we build on, a sentence each."""
-    found = []
+    found = [
+        f"{module}.{name} is gone"
+        for module, names in (*_NAMES, *((module, (name,)) for module, name, _ in _FUNCTIONS))
+        for name in names
+        if _find(module, name) is None
+    ]
     for module, name, expected in _FUNCTIONS:
-        function = getattr(importlib.import_module(module), name, None)
+        function = _find(module, name)
         if function is None:
-            found.append(f"{module}.{name} is gone")
             continue
         parameters = tuple(inspect.signature(function).parameters)
         if parameters[: len(expected)] != expected:
             found.append(f"{module}.{name} takes {parameters}, expected {expected} first")
-    caches = importlib.import_module("mlx_lm.models.cache")
     for name, members in _CACHES:
-        missing = [m for m in members if not hasattr(getattr(caches, name, None), m)]
+        cache = _find("mlx_lm.models.cache", name)
+        missing = [member for member in members if not hasattr(cache, member)]
         if missing:
             found.append(f"mlx_lm.models.cache.{name} has no {', '.join(missing)}")
-    response = getattr(importlib.import_module("mlx_lm.generate"), "GenerationResponse", None)
-    fields = inspect.signature(response).parameters if response else {}
+    response = _find("mlx_lm.generate", "GenerationResponse")
+    fields = inspect.signature(response).parameters if response else _RESPONSE_FIELDS
     absent = [field for field in _RESPONSE_FIELDS if field not in fields]
     if absent:
         found.append(f"mlx_lm.generate.GenerationResponse has no {', '.join(absent)}")
     return found
+
+
+def _find(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
 
 
 def entry_point(name: str) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ class Frozen:
         self._step: DecodeStep | None = None
         self._step_revision = -1
         self._parameters: list[mx.array] = []
+        self._lock = threading.Lock()  # two threads' first tokens would fuse the same weights
         kinds = config.layer_types
         self._one_of_each_kind = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
         windows = [config.window_of(i) for i in range(len(kinds))]
@@ -68,9 +70,14 @@ class Frozen:
             if length > 1 or getattr(caches[0], "keys", None) is None:
                 self._sweep(model)
             return None
-        if self._step is None or self._step_revision != self.revision:
-            self.freeze(model)
+        if self._stale():
+            with self._lock:
+                if self._stale():
+                    self.freeze(model)
         return self._step
+
+    def _stale(self) -> bool:
+        return self._step is None or self._step_revision != self.revision
 
     def _slide(self, caches: Sequence[Any]) -> bool:
         """Whether the caches of sliding layers drop what is outside the window: the step masks

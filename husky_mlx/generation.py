@@ -7,6 +7,7 @@ decoding, a quantized cache, embeddings) runs in mlx-lm's own loop on our model.
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 from collections.abc import Generator
@@ -19,6 +20,7 @@ from mlx_lm.generate import stream_generate as stock_stream_generate
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from husky_mlx.errors import MemoryLimitError
 from husky_mlx.greedy import greedy_tokens
 from husky_mlx.model import Model
 from husky_mlx.request import check_request
@@ -91,15 +93,25 @@ def stream_generate(
             model, tokenizer, tokens, max_tokens, draft_model, stream, **kwargs
         )
     caches = kwargs.get("prompt_cache") or []
-    for count, response in enumerate(responses):
-        if count == 0 and response.token == 0:
-            _check_numbers(model, response.logprobs)
-        full = response.finish_reason is None and not model.has_room(caches)
-        if full:
-            response.finish_reason = "length"
-        yield response
-        if full:
-            return
+    last = None
+    try:
+        for response in responses:
+            if last is None and (response.token == 0 or not isinstance(response, GreedyResponse)):
+                _check_numbers(model, response.logprobs)
+            last = response
+            full = response.finish_reason is None and not model.has_room(caches)
+            if full:
+                response.finish_reason = "length"
+            yield response
+            if full:
+                return
+    except MemoryLimitError:
+        if last is None:
+            raise
+        # The room that there was has been taken since: the reply ends without one more token.
+        end = copy.copy(last)
+        end.text, end.finish_reason = "", "length"
+        yield end
 
 
 def generate(
@@ -138,7 +150,7 @@ def generate(
 
 
 def _check_numbers(model: Model, logprobs: mx.array) -> None:
-    """Warn of logits that are no numbers: the argmax of such is token 0, again and again."""
+    """Warn of logits that are no numbers: their argmax is token 0, what is sampled is anything."""
     if not mx.isnan(logprobs).any().item():
         return
     cause = "float16 overflows above 65,504: use the model in bfloat16"

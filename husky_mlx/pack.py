@@ -84,11 +84,14 @@ def fuse(modules: Sequence[nn.Module]) -> Projections:
             continue
         buffer = mx.concatenate([module[name] for module in modules])
         mx.eval(buffer)
-        start = 0
-        for module, count in zip(modules, rows, strict=True):
-            module[name] = buffer[start : start + count]
+        views, start = [], 0
+        for count in rows:
+            views.append(buffer[start : start + count])
             start += count
-        mx.eval([module[name] for module in modules])
+        # Before a module has them: another thread could not evaluate this one's arrays.
+        mx.eval(views)
+        for module, view in zip(modules, views, strict=True):
+            module[name] = view
         parameters[name] = buffer
     quantized = isinstance(first, nn.QuantizedLinear)
     return Fused(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
+import sys
 import warnings
+from pathlib import Path
 
 import mlx_lm
 import pytest
@@ -59,13 +63,23 @@ def response_gone(patch):
     patch.delattr(GENERATE, "GenerationResponse")
 
 
+def name_gone(patch):
+    patch.delattr("mlx_lm.sample_utils.greedy_sampler")
+
+
+def module_gone(patch):
+    patch.setitem(sys.modules, "mlx_lm.models.activations", None)
+
+
 CHANGES = [
     (renamed_parameter, "mlx_lm.utils.load takes ('path', 'tokenizer_config'"),
     (function_gone, "mlx_lm.utils.infer_quant_config is gone"),
     (cache_member_gone, "mlx_lm.models.cache.KVCache has no keys_and_values"),
     (cache_class_gone, "mlx_lm.models.cache.BatchKVCache has no update_and_fetch, prepare"),
     (response_field_gone, "GenerationResponse has no generation_tokens, generation_tps"),
-    (response_gone, "GenerationResponse has no text, token, logprobs"),
+    (response_gone, "mlx_lm.generate.GenerationResponse is gone"),
+    (name_gone, "mlx_lm.sample_utils.greedy_sampler is gone"),
+    (module_gone, "mlx_lm.models.activations.swiglu is gone"),
 ]
 
 
@@ -105,9 +119,21 @@ def test_stock_load_takes_our_keywords(monkeypatch, tmp_path):
     assert tokenizer.encode("the") == [257]
 
 
-def test_our_keywords_are_all_known_to_the_stock_load():
-    import inspect
+def test_every_name_that_we_import_is_in_the_contract():
+    checked = {(module, name) for module, names in contract._NAMES for name in names}
+    checked |= {(module, name) for module, name, _ in contract._FUNCTIONS}
+    checked |= {("mlx_lm.models.cache", name) for name, _ in contract._CACHES}
+    used = set()
+    for file in Path(husky_mlx.__file__).parent.rglob("*.py"):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mlx_lm."):
+                used |= {(node.module, alias.name) for alias in node.names}
+    modules = {("mlx_lm.models", "cache"), ("mlx_lm.models", "llama")}
+    assert len(used) > 10
+    assert used - modules <= checked
 
+
+def test_our_keywords_are_all_known_to_the_stock_load():
     from husky_mlx.loading import load
 
     extra = [

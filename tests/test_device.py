@@ -159,6 +159,24 @@ def test_sampled_reply_that_meets_the_memory_limit_ends_with_length(monkeypatch,
 
 
 @pytest.mark.parametrize("sampler", [None, lambda x: mx.argmax(x, axis=-1)])
+@pytest.mark.parametrize("spare", [-2, -1, 0])
+def test_memory_taken_right_before_a_growth_ends_the_reply(
+    monkeypatch, plain_tokenizer, sampler, spare
+):
+    model = build_model(FIX_A, mlx_weights(FIX_A))
+    cache = model.make_cache()
+    responses = []
+    for response in husky_mlx.stream_generate(
+        model, plain_tokenizer, PROMPT, max_tokens=600, sampler=sampler, prompt_cache=cache
+    ):
+        responses.append(response)
+        if len(PROMPT) + len(responses) == cache[0].capacity() + spare:
+            limit_to(monkeypatch, 0)
+    assert [r.finish_reason for r in responses] == [None] * (len(responses) - 1) + ["length"]
+    assert len(responses) < 600
+
+
+@pytest.mark.parametrize("sampler", [None, lambda x: mx.argmax(x, axis=-1)])
 def test_prompt_that_does_not_fit_is_an_error_with_its_figures(
     monkeypatch, plain_tokenizer, sampler
 ):

@@ -6,7 +6,7 @@ and states, so that saved prompt caches reload in stock mlx-lm and the other way
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -208,6 +208,14 @@ class RotatingKVCache(_FixedCapacity, stock.RotatingKVCache):
         if self.keys is not None:
             check_layout(self.keys, keys.shape[1], keys.shape[3])
         return super().update_and_fetch(keys, values)
+
+    @property
+    def merge(self) -> Callable[[list[Any]], Any]:  # type: ignore[override]
+        """mlx-lm's batch of rings. It would lose the first ``keep`` tokens: a ring that keeps some
+        has no such attribute, and mlx-lm's server then decodes its requests one by one."""
+        if self.keep:
+            raise AttributeError(f"a window that keeps its first {self.keep} tokens has no batch")
+        return stock.RotatingKVCache.merge
 
     def capacity_for(self, tokens: int) -> int:
         """Rows of the buffers once ``tokens`` more are in; a prefill keeps a whole window a row."""

@@ -152,6 +152,33 @@ def test_an_adapter_swapped_in_the_middle_of_a_reply_C107(tmp_path):
     assert ours.plan.counts["frozen"] == 3
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.load_weights([("lm_head.weight", mx.ones((96, 64)))], strict=False),
+        lambda model: model.update({"model": {"norm": {"weight": mx.full((64,), 0.3)}}}),
+        lambda model: remove_lora_layers(model),
+    ],
+    ids=["load_weights", "update", "remove the adapter"],
+)
+def test_every_bulk_change_in_the_middle_of_a_reply_is_seen_C107(change, tmp_path):
+    """No prompt comes between, at which changed weights would be noticed anyway."""
+    adapter = write_adapter(tmp_path / "adapter", keys=["mlp.down_proj"])
+    ours, stock = model_of(), model_of("mlx")
+    results = []
+    for model in (ours, stock):
+        load_adapters(model, str(adapter))
+        model.eval()
+        caches = mlx_lm.models.cache.make_prompt_cache(model)
+        for tokens in (PROMPT, [5], [6]):
+            before = model(mx.array([tokens]), cache=caches)
+        change(model)
+        results.append((before, model(mx.array([[6]]), cache=caches)))
+    (before, found), (_, expected) = results
+    assert mx.abs(found - expected).max() < 1e-4 < 0.01 < mx.abs(found - before).max()
+    assert ours.plan.counts["frozen"] == 3
+
+
 @pytest.mark.parametrize("bits", [None, 4])
 def test_load_with_an_adapter_path(bits, tmp_path):
     weights = mlx_weights(FIX_B)

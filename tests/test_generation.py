@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import threading
+import time
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -20,6 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from husky_mlx import generation
 from husky_mlx.errors import ContextLimitError
 from husky_mlx.loading import build_model
+from husky_mlx.pack import pack_layers
 
 FIELDS = ("text", "token", "from_draft", "prompt_tokens", "generation_tokens", "finish_reason")
 LONG_PROMPT = np.random.default_rng(4).integers(3, 96, 600).tolist()
@@ -290,8 +292,17 @@ def test_two_threads_decode_at_once(ours, stock, plain_tokenizer):
         assert replies == [expected[start]] * 8
 
 
-def test_a_lazy_model_is_frozen_once_by_two_threads(stock):
-    """The first decode of both meets a model that was not prepared."""
+def test_a_lazy_model_is_frozen_once_by_two_threads(stock, monkeypatch):
+    """The first decode of both meets a model that was not prepared. Fused twice, its weights
+    could be held twice."""
+    calls = []
+
+    def slow_pack(layers):
+        calls.append(threading.get_ident())
+        time.sleep(0.3)
+        return pack_layers(layers)
+
+    monkeypatch.setattr("husky_mlx.frozen.pack_layers", slow_pack)
     model = model_of(lazy=True)
     mx.eval(model.parameters())
     expected = mlx_lm_tokens(stock, PROMPT, 30)
@@ -308,6 +319,7 @@ def test_a_lazy_model_is_frozen_once_by_two_threads(stock):
     for thread in threads:
         thread.join()
     assert found == [expected] * 2
+    assert len(calls) == 1
 
 
 def test_logprobs_may_be_read_later_and_from_another_thread(ours, stock, plain_tokenizer):

@@ -1,0 +1,167 @@
+"""Facts of the chips that the kernels are tuned for: GPU cores, memory bandwidth, generation.
+
+Apple's figures come from its newsroom ("Apple unleashes M1", 2020-11-10; "M1 Pro and M1 Max",
+2021-10-18; "M1 Ultra", 2022-03-08; "M2", 2022-06-06; "M2 Pro and M2 Max", 2023-01-17; "M2 Ultra",
+2023-06-05; "M3, M3 Pro, and M3 Max", 2023-10-30; "M4", 2024-05-07; "M4 Pro and M4 Max", 2024-10-30;
+"M3 Ultra", 2025-03-05; "M5", 2025-10-15; "M5 Pro and M5 Max", 2026-03-03) and, for bins that the
+announcements leave out, from the technical specifications of the Macs that have them. M1's
+bandwidth is that of its memory (128 bit of LPDDR4X-4266); Apple gave none. Generations are the
+number in the architecture that MLX reports: ``applegpu_g13s`` is 13. There is no M4 Ultra.
+
+NVIDIA's figures come from the data sheets of the products named; for a GPU that is not named, the
+smallest one of its compute capability stands in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One GPU. ``bandwidth`` in GB/s (10^9), ``memory`` in GB, the sizes that it is sold with.
+
+    ``generation`` is Apple's GPU generation (13 to 17) or CUDA's compute capability (80 to 121); 0
+    means unknown. ``cores`` are Apple's GPU cores or NVIDIA's multiprocessors.
+    """
+
+    name: str
+    target: str
+    generation: int
+    cores: int
+    bandwidth: float
+    memory: tuple[int, ...] = ()
+
+
+def _apple(name: str, generation: int, *bins: tuple[int, float, tuple[int, ...]]) -> list[Chip]:
+    return [
+        Chip(name, "metal", generation, cores, bandwidth, memory)
+        for cores, bandwidth, memory in bins
+    ]
+
+
+# Bins of a chip from the lowest up: GPU cores, GB/s, memory sizes in GB.
+_APPLE: dict[str, list[Chip]] = {
+    chips[0].name: chips
+    for chips in (
+        _apple("m1", 13, (7, 68.3, (8, 16)), (8, 68.3, (8, 16))),
+        _apple("m1pro", 13, (14, 200, (16, 32)), (16, 200, (16, 32))),
+        _apple("m1max", 13, (24, 400, (32, 64)), (32, 400, (32, 64))),
+        _apple("m1ultra", 13, (48, 800, (64, 128)), (64, 800, (64, 128))),
+        _apple("m2", 14, (8, 100, (8, 16, 24)), (10, 100, (8, 16, 24))),
+        _apple("m2pro", 14, (16, 200, (16, 32)), (19, 200, (16, 32))),
+        _apple("m2max", 14, (30, 400, (32, 64)), (38, 400, (32, 64, 96))),
+        _apple("m2ultra", 14, (60, 800, (64, 128, 192)), (76, 800, (64, 128, 192))),
+        _apple("m3", 15, (8, 100, (8, 16, 24)), (10, 100, (8, 16, 24))),
+        _apple("m3pro", 15, (14, 150, (18, 36)), (18, 150, (18, 36))),
+        _apple("m3max", 15, (30, 300, (36, 96)), (40, 400, (48, 64, 128))),
+        _apple("m3ultra", 15, (60, 819, (96, 256)), (80, 819, (96, 256, 512))),
+        _apple("m4", 16, (8, 120, (16, 24, 32)), (10, 120, (16, 24, 32))),
+        _apple("m4pro", 16, (16, 273, (24, 48, 64)), (20, 273, (24, 48, 64))),
+        _apple("m4max", 16, (32, 410, (36,)), (40, 546, (48, 64, 128))),
+        _apple("m5", 17, (8, 153, (16, 24, 32)), (10, 153, (16, 24, 32))),
+        _apple("m5pro", 17, (16, 307, (24, 48, 64)), (20, 307, (24, 48, 64))),
+        _apple("m5max", 17, (32, 460, (36,)), (40, 614, (48, 64, 128))),
+    )
+}
+
+# Compute capability -> multiprocessors and GB/s of the smallest GPU that has it.
+_CUDA: dict[int, tuple[int, float]] = {
+    80: (56, 933),  # A30
+    86: (18, 168),  # RTX 3050 of 6 GB
+    87: (16, 205),  # Jetson AGX Orin
+    89: (24, 272),  # RTX 4060
+    90: (114, 2000),  # H100 PCIe
+    100: (148, 8000),  # B200
+    103: (148, 8000),  # B300
+    110: (20, 273),  # Jetson Thor
+    120: (20, 320),  # RTX 5050
+    121: (48, 273),  # GB10
+}
+
+# A part of the device's name -> multiprocessors, GB/s, GB.
+_NVIDIA: dict[str, tuple[int, float, tuple[int, ...]]] = {
+    "A100-PCIE-40GB": (108, 1555, (40,)),
+    "A100-SXM4-40GB": (108, 1555, (40,)),
+    "A100 80GB PCIe": (108, 1935, (80,)),
+    "A100-SXM4-80GB": (108, 2039, (80,)),
+    "RTX 3090": (82, 936, (24,)),
+    "RTX 4090": (128, 1008, (24,)),
+    "L40S": (142, 864, (48,)),
+    "H100 80GB HBM3": (132, 3350, (80,)),
+    "NVIDIA H200": (132, 4800, (141,)),
+    "RTX 5090": (170, 1792, (32,)),
+}
+
+# Slower and smaller than any chip above but a Jetson: nothing tuned for it overcommits a real one.
+UNKNOWN = Chip("unknown", "unknown", 0, 8, 68.3)
+
+
+def names() -> list[str]:
+    """Every name that ``parse`` takes for an Apple chip without its core count."""
+    return list(_APPLE)
+
+
+def parse(text: str) -> Chip:
+    """The chip of a name such as ``m3pro``, ``m4max-40c`` or ``sm_90``.
+
+    Without a core count it is the lowest bin. Raises ValueError naming what is known.
+    """
+    key = re.sub(r"[\s_]", "", text.strip().lower())
+    found = re.fullmatch(r"(m\d+(?:pro|max|ultra)?)(?:-(\d+)c)?", key)
+    if found and found[1] in _APPLE:
+        bins = _APPLE[found[1]]
+        if found[2] is None:
+            return bins[0]
+        for chip in bins:
+            if chip.cores == int(found[2]):
+                return chip
+        offered = ", ".join(f"{found[1]}-{chip.cores}c" for chip in bins)
+        raise ValueError(f"chip {text!r}: no {found[1]} has {found[2]} GPU cores; known: {offered}")
+    capability = re.fullmatch(r"sm(\d+)a?", key)
+    if capability and int(capability[1]) in _CUDA:
+        return _cuda(int(capability[1]))
+    raise ValueError(
+        f"unknown chip {text!r}; known: {', '.join(_APPLE)} (with -40c, say, for 40 GPU cores), "
+        f"{', '.join(f'sm_{number}' for number in _CUDA)}"
+    )
+
+
+def detect(info: Mapping[str, str | int] | None = None) -> Chip:
+    """The chip that MLX's ``device_info`` describes (asked for now if ``info`` is None).
+
+    MLX reports no GPU core count, so that a Mac's chip is its lowest bin. A newer chip than these
+    tables know keeps its generation and gets the figures of ``UNKNOWN``.
+    """
+    info = mx.device_info() if info is None else info
+    name, architecture = str(info.get("device_name", "")), str(info.get("architecture", ""))
+    apple = re.fullmatch(r"applegpu_g(\d+)[a-z]?", architecture)
+    if apple:
+        key = re.sub(r"\s", "", name.lower()).removeprefix("apple")
+        generation = int(apple[1])
+        if key in _APPLE and _APPLE[key][0].generation == generation:
+            return _APPLE[key][0]
+        return Chip(name or architecture, "metal", generation, UNKNOWN.cores, UNKNOWN.bandwidth)
+    capability = _capability(info, architecture)
+    return UNKNOWN if capability is None else _cuda(capability, name)
+
+
+def _capability(info: Mapping[str, str | int], architecture: str) -> int | None:
+    if "compute_capability_major" in info:
+        major, minor = info["compute_capability_major"], info.get("compute_capability_minor", 0)
+        return int(major) * 10 + int(minor)
+    found = re.fullmatch(r"sm_(\d+)a?", architecture)
+    return int(found[1]) if found else None
+
+
+def _cuda(capability: int, device_name: str = "") -> Chip:
+    name = f"sm_{capability}"
+    for part, (cores, bandwidth, memory) in _NVIDIA.items():
+        if part in device_name:
+            return Chip(name, "cuda", capability, cores, bandwidth, memory)
+    cores, bandwidth = _CUDA.get(capability, (UNKNOWN.cores, UNKNOWN.bandwidth))
+    return Chip(name, "cuda", capability, cores, bandwidth)

@@ -1,0 +1,25 @@
+// inputs: tokens weight scales biases
+// outputs: embedded
+// template: T D BITS GROUP
+// tokens uint32 (M,). weight (vocabulary, D) in T for BITS 16, scales and biases unread; else MLX's
+// affine rows: uint32 (vocabulary, D * BITS / 32), scales and biases (vocabulary, D / GROUP).
+// embedded (M, D) in T. A thread takes one word of one row.
+constexpr int VALUES = BITS == 16 ? 1 : 32 / BITS;
+const int at = int(thread_position_in_grid.x);
+const int row = int(thread_position_in_grid.y);
+if (at < D / VALUES) {
+  const size_t source = size_t(tokens[row]) * (D / VALUES) + at;
+  if (BITS == 16) {
+    embedded[size_t(row) * D + at] = T(float(weight[source]));
+  } else {
+    const uint word = uint(weight[source]);
+    const size_t group = size_t(tokens[row]) * (D / GROUP) + at * VALUES / GROUP;
+    const float scale = float(scales[group]);
+    const float bias = float(biases[group]);
+#pragma unroll
+    for (int i = 0; i < VALUES; i++) {
+      const uint code = (word >> (i * BITS % 32)) & ((1u << (BITS % 32)) - 1u);
+      embedded[size_t(row) * D + at * VALUES + i] = T(float(code) * scale + bias);
+    }
+  }
+}

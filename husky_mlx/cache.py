@@ -98,7 +98,7 @@ class _FixedCapacity:
         super(_FixedCapacity, type(self)).state.fset(self, _handles(state))  # type: ignore[misc]
 
     def expect(self, tokens: int) -> None:
-        """Say how many tokens are likely to come, so that the first buffers hold them."""
+        """Say how many tokens a prompt will make, so that its first buffers hold them all."""
         self.expected = tokens
 
     def capacity(self) -> int:
@@ -153,7 +153,7 @@ class KVCache(_FixedCapacity, stock.KVCache):
     def begin_step(self) -> tuple[int, int]:
         """Make room for one more row: returns its slot and the number of live rows with it."""
         check_limit(self.offset + 1, self.limit)
-        self.grow(max(self.offset + 1, self.expected), self.offset, self.limit)
+        self.grow(self.offset + 1, self.offset, self.limit)
         return self.offset, self.offset + 1
 
     def end_step(self, keys: mx.array, values: mx.array, offset: int) -> None:

@@ -11,7 +11,6 @@ from husky_mlx.cache import KVCache
 from husky_mlx.model import Model
 
 CLEAR_EVERY = 256  # tokens between releases of MLX's buffer cache, as in mlx-lm's loop
-EXPECTED_REPLY = 256  # tokens of a reply that the first KV buffers make room for
 
 
 def greedy_tokens(
@@ -31,10 +30,9 @@ def greedy_tokens(
     """
     report = prompt_progress_callback or (lambda done, total: None)
     total = prompt.size
-    reply = EXPECTED_REPLY if max_tokens < 0 else min(max_tokens, EXPECTED_REPLY)
     for cache in prompt_cache:
         if type(cache) is KVCache:
-            cache.expect(cache.offset + total + reply)
+            cache.expect(cache.offset + total)
 
     def advance(tokens: mx.array) -> tuple[mx.array, mx.array]:
         step = model.decode_step(tokens, prompt_cache)

@@ -42,8 +42,7 @@ def test_500_steps_across_growths_equal_mlx_lm_with_one_trace_a_capacity():
     tokens, cache = decode(model, PROMPT, 500)
     assert tokens == expected
     assert cache[0].offset == 540, "the prompt and every token that was yielded"
-    # 40 + 256 expected tokens need 320 rows at first, 540 need 576 on the CPU.
-    capacities = range(320, 577, 64)
+    capacities = range(64, 577, 64)  # for 40 to 540 rows, on the CPU
     assert cache[0].capacity() == capacities[-1]
     assert model.plan.counts == {"frozen": 501, "reference": 1, "traces": len(capacities)}
     decode(model, PROMPT, 500)
@@ -68,11 +67,11 @@ def test_a_growth_is_one_copy_of_one_layer_at_a_time_and_nothing_else_is_copied(
         capacities.append(cache[0].capacity())
         mx.reset_peak_memory()
         held = mx.get_active_memory()
-    assert sorted(set(capacities)) == [2304, 2560], "the reply crosses one growth"
-    buffer = 2304 * 2 * 64 * 4  # rows, kv heads, head_dim, float32
+    assert sorted(set(capacities)) == [2048, 2304, 2560], "the reply crosses two growths"
+    buffer = 2048 * 2 * 64 * 4  # rows, kv heads, head_dim, float32
     copies = [peak for peak in peaks[1:] if peak > buffer // 4]
-    assert len(copies) == 1, "only the growth copies a buffer"
-    assert copies[0] < 3 * buffer, "the old keys and values of one layer at a time"
+    assert len(copies) == 2, "only the growths copy buffers"
+    assert max(copies) < 3 * buffer, "the old keys and values of one layer at a time"
 
 
 def test_no_memory_and_no_arrays_gained_per_token_C135():
@@ -86,7 +85,7 @@ def test_no_memory_and_no_arrays_gained_per_token_C135():
     for count, _ in enumerate(tokens):
         if count in (20, 190):
             mx.clear_cache()
-            active[count] = mx.get_active_memory()
+            active[count] = mx.get_active_memory() - sum(layer.nbytes for layer in cache)
             arrays[count] = sum(isinstance(o, mx.array) for o in gc.get_objects())
     assert active[190] - active[20] < 4096
     assert arrays[190] <= arrays[20]

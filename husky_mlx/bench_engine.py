@@ -56,7 +56,7 @@ def serve(requests: IO[str], reply: Callable[[dict], None]) -> int:
         started = time.perf_counter()
         model, tokenizer, vocabulary = load_model(specification)
         load_seconds = time.perf_counter() - started
-        tokenizer._eos_token_ids = set()
+        tokenizer.eos_token_ids = set()
         reply(
             describe_machine()
             | describe_model(model)

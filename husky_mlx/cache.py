@@ -12,28 +12,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as stock
 
-from husky_mlx.device import growth_step, memory_left, require_memory
-from husky_mlx.errors import ContextLimitError
+from husky_mlx.buffers import CacheBuffers, check_layout, check_limit, handles
+from husky_mlx.device import memory_left, require_memory
 from husky_mlx.structure import AFFINE_BITS, AFFINE_GROUP_SIZES
-
-
-def next_capacity(current: int, needed: int, limit: int | None = None, step: int = 256) -> int:
-    """Rows to allocate so that ``needed`` fit: ``step`` more, or an eighth more where that is more.
-
-    A first allocation is what the prompt needs, rounded up to ``step``. 256 is mlx-lm's own growth.
-    ``limit`` caps the result but never below ``needed``.
-    """
-    if needed <= current:
-        return current
-    grown = current + current // 8 // step * step
-    target = max(-(-needed // step) * step, grown)
-    return max(needed, target if limit is None else min(target, limit))
-
-
-def check_limit(rows: int, limit: int | None) -> None:
-    """Raise ContextLimitError if ``rows`` tokens are more than the user allowed."""
-    if limit is not None and rows > limit:
-        raise ContextLimitError(f"{rows} tokens do not fit max_context={limit}")
 
 
 def check_growth(caches: Sequence[Any], tokens: int, row_bytes: int) -> None:
@@ -58,82 +39,7 @@ def check_growth(caches: Sequence[Any], tokens: int, row_bytes: int) -> None:
         )
 
 
-def _resized(buffer: mx.array, rows: int, capacity: int) -> mx.array:
-    """One copy of the first ``rows`` rows into a new buffer of ``capacity`` rows."""
-    live = buffer[..., :rows, :]
-    return mx.pad(live, [(0, 0), (0, 0), (0, capacity - rows), (0, 0)])
-
-
-def check_layout(buffer: mx.array, kv_heads: int, head_dim: int) -> None:
-    """Raise ValueError for a KV buffer (B, kv_heads, capacity, head_dim) of other heads."""
-    found = (buffer.shape[1], buffer.shape[3])
-    if found != (kv_heads, head_dim):
-        raise ValueError(
-            f"the prompt cache holds {found[0]} key/value heads of {found[1]} and the model has "
-            f"{kv_heads} of {head_dim}: it was filled by another model"
-        )
-
-
-def _handles(state: Sequence[Any]) -> tuple[Any, ...]:
-    """The same arrays as other Python objects: mlx-lm's caches assign items in place, and who
-    holds a state must not see that."""
-    return tuple(value[...] if isinstance(value, mx.array) else value for value in state)
-
-
-class _FixedCapacity:
-    """Growth shared by the caches below, for buffers of shape (B, kv_heads, capacity, head_dim)."""
-
-    keys: Any
-    values: Any
-    limit: int | None = None
-    expected: int = 0
-
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """What mlx-lm's class of this name saves, in its order."""
-        return _handles(super().state)  # type: ignore[misc]
-
-    @state.setter
-    def state(self, state: tuple[Any, ...]) -> None:
-        super(_FixedCapacity, type(self)).state.fset(self, _handles(state))  # type: ignore[misc]
-
-    def expect(self, tokens: int) -> None:
-        """Say how many tokens a prompt will make, so that its first buffers hold them all."""
-        self.expected = tokens
-
-    def capacity(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[2]
-
-    def next_capacity(self, rows: int, limit: int | None = None) -> int:
-        """What ``rows`` rows make of the present capacity on this device."""
-        return next_capacity(self.capacity(), rows, limit, growth_step())
-
-    def grow(self, rows: int, used: int, limit: int | None = None) -> None:
-        """Make room for ``rows`` rows in buffers that exist, keeping the first ``used``."""
-        assert self.keys is not None and self.values is not None
-        capacity = self.next_capacity(rows, limit)
-        if capacity > self.capacity():
-            self.keys, self.values = (_resized(x, used, capacity) for x in (self.keys, self.values))
-
-    def allocate(self, keys: mx.array, values: mx.array, limit: int | None = None) -> None:
-        """First buffers, with room for ``keys`` and ``values`` (B, kv_heads, L, head_dim)."""
-        capacity = self.next_capacity(max(keys.shape[2], self.expected), limit)
-        self.keys, self.values = (
-            mx.zeros((*x.shape[:2], capacity, x.shape[3]), x.dtype) for x in (keys, values)
-        )
-
-    def make_room(self, keys: mx.array, values: mx.array, used: int) -> None:
-        """Allocate or grow so that ``keys`` and ``values`` fit behind the first ``used`` rows."""
-        rows = used + keys.shape[2]
-        check_limit(rows, self.limit)
-        if self.keys is None:
-            self.allocate(keys, values, self.limit)
-        else:
-            check_layout(self.keys, keys.shape[1], keys.shape[3])
-            self.grow(max(rows, self.expected), used, self.limit)
-
-
-class KVCache(_FixedCapacity, stock.KVCache):
+class KVCache(CacheBuffers, stock.KVCache):
     """All tokens of one sequence (or of several of equal length)."""
 
     def __init__(self, limit: int | None = None):
@@ -145,31 +51,34 @@ class KVCache(_FixedCapacity, stock.KVCache):
         self.make_room(keys, values, self.offset)
         return super().update_and_fetch(keys, values)
 
+    def rows(self) -> int:
+        return self.offset
+
     def capacity_for(self, tokens: int) -> int:
         """Rows of the buffers once ``tokens`` more are in."""
         rows = max(self.offset + tokens, self.expected)
         return self.next_capacity(rows, self.limit)
 
-    def begin_step(self) -> tuple[int, int]:
-        """Make room for one more row: returns its slot and the number of live rows with it."""
-        check_limit(self.offset + 1, self.limit)
-        self.grow(self.offset + 1, self.offset, self.limit)
+    def begin_step(self, tokens: int = 1) -> tuple[int, int]:
+        """Make room for ``tokens`` more: the slot of the first and the live rows with it."""
+        check_limit(self.offset + tokens, self.limit)
+        self.grow(self.offset + tokens, self.offset, self.limit)
         return self.offset, self.offset + 1
 
-    def end_step(self, keys: mx.array, values: mx.array, offset: int) -> None:
-        """Take the buffers in which the step wrote its row, and the new ``offset``."""
-        self.keys, self.values, self.offset = keys, values, offset
+    def end_step(self, offset: int) -> None:
+        """The step has written its rows: take the new ``offset``."""
+        self.offset = offset
 
     @property
     def state(self) -> tuple[Any, ...]:
         """Keys, values (views of the live rows) and their number."""
-        if self.keys is None:
+        if self.empty():
             return None, None, 0
-        return _handles((*self.keys_and_values(), self.offset))
+        return handles((*self.keys_and_values(), self.offset))
 
     @state.setter
     def state(self, state: tuple[Any, ...]) -> None:
-        self.keys, self.values, self.offset = _handles(state)
+        self.keys, self.values, self.offset = handles(state)
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> stock.QuantizedKVCache:
         """mlx-lm's quantized cache of the live rows.
@@ -193,7 +102,7 @@ class KVCache(_FixedCapacity, stock.KVCache):
         return BatchKVCache.merge(caches)
 
 
-class RotatingKVCache(_FixedCapacity, stock.RotatingKVCache):
+class RotatingKVCache(CacheBuffers, stock.RotatingKVCache):
     """``max_size`` tokens: the first ``keep`` and the last ones, overwritten in a ring."""
 
     def __init__(self, max_size: int, keep: int = 0):
@@ -203,10 +112,13 @@ class RotatingKVCache(_FixedCapacity, stock.RotatingKVCache):
             )
         super().__init__(max_size, keep)
 
+    def rows(self) -> int:
+        return self.capacity()
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (B, kv_heads, L, head_dim) keys and values; returns what a query may see."""
-        if self.keys is not None:
-            check_layout(self.keys, keys.shape[1], keys.shape[3])
+        if self._keys is not None:
+            check_layout(self._keys, keys.shape[1], keys.shape[3])
         return super().update_and_fetch(keys, values)
 
     @property
@@ -223,12 +135,11 @@ class RotatingKVCache(_FixedCapacity, stock.RotatingKVCache):
             return min(self.offset, self.max_size) + tokens
         return self.next_capacity(min(self.offset + 1, self.max_size), self.max_size)
 
-    def begin_step(self) -> tuple[int, int]:
+    def begin_step(self, tokens: int = 1) -> tuple[int, int]:
         """Make room for one more row: returns its slot and the number of live rows with it."""
-        assert self.keys is not None and self.values is not None
         if self.capacity() > self.max_size:
             surplus = self.capacity() - self.max_size
-            self.keys, self.values = (self._trim(surplus, x) for x in (self.keys, self.values))
+            self._take(self._trim(surplus, x) for x in (self.keys, self.values))
             self._idx = self.max_size
         elif self.offset >= self.capacity() < self.max_size:
             self.grow(self.offset + 1, self.capacity(), self.max_size)
@@ -237,13 +148,13 @@ class RotatingKVCache(_FixedCapacity, stock.RotatingKVCache):
             self._idx = self.keep
         return self._idx, min(self.offset + 1, self.capacity())
 
-    def end_step(self, keys: mx.array, values: mx.array, offset: int) -> None:
-        """Take the buffers in which the step wrote its row, and the new ``offset``."""
-        self.keys, self.values, self.offset = keys, values, offset
+    def end_step(self, offset: int) -> None:
+        """The step has written its row: take the new ``offset``."""
+        self.offset = offset
         self._idx += 1
 
 
-class BatchKVCache(_FixedCapacity, stock.BatchKVCache):
+class BatchKVCache(CacheBuffers, stock.BatchKVCache):
     """Several left-padded sequences that share the next slot; ``offset`` has one entry a row."""
 
     # mlx-lm's from_state leaves it out.
@@ -258,15 +169,18 @@ class BatchKVCache(_FixedCapacity, stock.BatchKVCache):
         """Rows of the buffers once ``tokens`` more are in."""
         return self.next_capacity(self._idx + tokens, self.limit)
 
-    def begin_step(self) -> tuple[int, int]:
+    def rows(self) -> int:
+        return self._idx
+
+    def begin_step(self, tokens: int = 1) -> tuple[int, int]:
         """Make room for one more row: returns its slot and the number of used rows with it."""
         check_limit(self._idx + 1, self.limit)
         self.grow(self._idx + 1, self._idx, self.limit)
         return self._idx, self._idx + 1
 
-    def end_step(self, keys: mx.array, values: mx.array, offset: mx.array) -> None:
-        """Take the buffers in which the step wrote its row, and the new ``offset`` (B,)."""
-        self.keys, self.values, self.offset = keys, values, offset
+    def end_step(self, offset: mx.array) -> None:
+        """The step has written its row: take the new ``offset`` (B,)."""
+        self.offset = offset
         self._idx += 1
 
     @classmethod
@@ -300,7 +214,9 @@ def adopt(caches: Sequence[Any]) -> None:
     for cache in caches:
         ours = _OURS.get(type(cache))
         if ours is not None:
+            buffers = cache.__dict__.pop("keys"), cache.__dict__.pop("values")
             cache.__class__ = ours
+            cache.keys, cache.values = buffers
 
 
 def quantized_group_size(dims: tuple[int, ...], group_size: int, bits: int) -> int:
@@ -308,8 +224,8 @@ def quantized_group_size(dims: tuple[int, ...], group_size: int, bits: int) -> i
 
     Raises ValueError naming head_dim, group size or bits where none fits.
     """
-    if bits not in AFFINE_BITS:
-        raise ValueError(f"kv_bits must be one of {AFFINE_BITS}, found {bits}")
+    if bits not in AFFINE_BITS or not isinstance(bits, int):
+        raise ValueError(f"kv_bits must be one of {AFFINE_BITS}, found {bits!r}")
     for candidate in (group_size, *reversed(AFFINE_GROUP_SIZES)):
         if candidate in AFFINE_GROUP_SIZES and all(dim % candidate == 0 for dim in dims):
             return candidate

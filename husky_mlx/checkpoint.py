@@ -107,11 +107,18 @@ def _read_safetensors(folder: Path, notes: list[str]) -> dict[str, mx.array]:
 
 
 def _check_file(file: Path) -> None:
-    with file.open("rb") as stream:
-        if stream.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise CheckpointError(
-                f"{file}: a Git LFS pointer, not the weights; run `git lfs pull` in its repository"
-            )
+    if not file.is_file():
+        kind = "a link to nothing" if not file.exists() else "not a regular file"
+        raise CheckpointError(f"{file}: {kind}, expected the weights")
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(len(_LFS_POINTER))
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+    if start == _LFS_POINTER:
+        raise CheckpointError(
+            f"{file}: a Git LFS pointer, not the weights; run `git lfs pull` in its repository"
+        )
     try:
         with safe_open(file, framework="numpy"):
             pass

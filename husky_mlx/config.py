@@ -14,6 +14,8 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**31 - 1  # MLX counts a dimension in 32 bits
 
+_SWITCHES = ("attention_bias", "mlp_bias", "tie_word_embeddings", "rope_traditional")
+
 # Fields that change what a llama-typed model computes, with the values that leave it a plain Llama.
 # Anything else in one of them is refused by name: ignoring it would answer, but wrongly.
 _PLAIN_VALUES: dict[str, tuple[Any, ...]] = {
@@ -82,17 +84,24 @@ class LlamaConfig:
         ]
         layer_types, window = _attention_kinds(config, sizes, malformed, unsupported)
         eps = config.get("rms_norm_eps")
-        if eps != 0 and not is_positive(eps):
-            malformed.append(f"rms_norm_eps must be a number, 0 or above, found {eps!r}")
+        if not is_positive(eps):
+            malformed.append(f"rms_norm_eps must be a number above 0, found {eps!r}")
         trained = config.get("max_position_embeddings")
-        if trained is not None and not is_positive(trained):
-            malformed.append(f"max_position_embeddings must be above 0, found {trained!r}")
+        if trained is not None and not (isinstance(trained, int) and is_positive(trained)):
+            malformed.append(
+                f"max_position_embeddings must be a whole number above 0, found {trained!r}"
+            )
+        malformed += [
+            f"{field} must be true or false, found {config[field]!r}"
+            for field in _SWITCHES
+            if not isinstance(config.get(field), bool | None)
+        ]
         malformed += _stop_tokens(config.get("eos_token_id"))
         if malformed:
             raise CheckpointError(f"{source}: {'; '.join(malformed)}")
         if unsupported:
             raise UnsupportedModel(source, unsupported)
-        assert rope is not None and isinstance(eps, int | float)
+        assert rope is not None and isinstance(eps, int | float)  # for the type checker
         tied = config.get("tie_word_embeddings")
         return cls(
             model_type=model_type,
@@ -128,6 +137,12 @@ class LlamaConfig:
     def key_value_size(self) -> int:
         """Width of the concatenated key (or value) heads."""
         return self.num_key_value_heads * self.head_dim
+
+    @property
+    def kind_of_layer(self) -> list[int]:
+        """Numbers each layer by its type: layers of a kind keep the same rows."""
+        kinds = list(dict.fromkeys(self.layer_types))
+        return [kinds.index(kind) for kind in self.layer_types]
 
     def window_of(self, layer: int) -> int | None:
         """The number of tokens that a layer sees, its own included; None for all of them."""
@@ -181,7 +196,7 @@ def _sizes(config: Mapping[str, Any]) -> tuple[dict[str, int], list[str]]:
 
 def _stop_tokens(found: Any) -> list[str]:
     tokens = found if isinstance(found, list) else [] if found is None else [found]
-    if all(isinstance(token, int) for token in tokens):
+    if all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
         return []
     return [f"eos_token_id must be a token id or a list of them, found {found!r}"]
 

@@ -52,7 +52,6 @@ _FUNCTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 # Imported by name: nothing to check but that they are there.
 _NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mlx_lm.generate", ("GenerationResponse", "generation_stream")),
-    ("mlx_lm.models.activations", ("swiglu",)),
     ("mlx_lm.models.cache", ("make_prompt_cache",)),
     ("mlx_lm.models.llama", ("Model", "ModelArgs")),
     ("mlx_lm.sample_utils", ("greedy_sampler", "make_sampler")),
@@ -67,12 +66,47 @@ _NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     ("mlx_lm.utils", ("DEFAULT_ALLOW_PATTERNS", "MODEL_REMAPPING")),
 )
-# (class in mlx_lm.models.cache, members that our subclasses build on)
-_CACHES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("KVCache", ("update_and_fetch", "keys_and_values", "state", "from_state", "trim", "merge")),
-    ("RotatingKVCache", ("update_and_fetch", "_trim", "state", "from_state", "merge")),
-    ("BatchKVCache", ("update_and_fetch", "prepare", "finalize", "filter", "extend", "extract")),
-    ("QuantizedKVCache", ("update_and_fetch", "state")),
+# (class in mlx_lm.models.cache, arguments that make one, members that our subclasses build on)
+_CACHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (
+    (
+        "KVCache",
+        (),
+        ("update_and_fetch", "keys_and_values", "state", "from_state", "trim", "merge", "offset"),
+    ),
+    (
+        "RotatingKVCache",
+        (1, 0),
+        (
+            "update_and_fetch",
+            "keys_and_values",
+            "_trim",
+            "state",
+            "from_state",
+            "merge",
+            "keep",
+            "max_size",
+            "offset",
+            "_idx",
+        ),
+    ),
+    (
+        "BatchKVCache",
+        ([0],),
+        (
+            "update_and_fetch",
+            "prepare",
+            "finalize",
+            "filter",
+            "extend",
+            "extract",
+            "merge",
+            "left_padding",
+            "offset",
+            "_idx",
+            "_right_padding",
+        ),
+    ),
+    ("QuantizedKVCache", (), ("update_and_fetch", "state", "offset")),
 )
 _RESPONSE_FIELDS = (
     "text",
@@ -105,9 +139,10 @@ def violations() -> list[str]:
         parameters = tuple(inspect.signature(function).parameters)
         if parameters[: len(expected)] != expected:
             found.append(f"{module}.{name} takes {parameters}, expected {expected} first")
-    for name, members in _CACHES:
-        cache = _find("mlx_lm.models.cache", name)
-        missing = [member for member in members if not hasattr(cache, member)]
+    for name, arguments, members in _CACHES:
+        kind = _find("mlx_lm.models.cache", name)
+        holders = (kind, _made(kind, arguments))
+        missing = [m for m in members if not any(hasattr(holder, m) for holder in holders)]
         if missing:
             found.append(f"mlx_lm.models.cache.{name} has no {', '.join(missing)}")
     response = _find("mlx_lm.generate", "GenerationResponse")
@@ -122,6 +157,14 @@ def _find(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name, None)
     except ImportError:
+        return None
+
+
+def _made(kind: Any, arguments: tuple[Any, ...]) -> Any:
+    """An instance, for the attributes that its class does not show; None where there is none."""
+    try:
+        return kind(*arguments)
+    except TypeError:
         return None
 
 

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         default=DEFAULT_MODEL,
         help="an alias, a folder, a .gguf file or a Hugging Face repo (default: smollm2, "
-        "SmolLM2-135M-Instruct, about 93 MB, fetched once)",
+        "SmolLM2-135M-Instruct, about 98 MB, fetched once)",
     )
 
 

@@ -27,6 +27,10 @@ class UnsupportedModel(HuskyError, ValueError):
         )
         super().__init__(f"{source}: not supported by husky_mlx: {listed}.{elsewhere}")
 
+    def __reduce__(self) -> tuple[type, tuple[str, list[str]]]:
+        """Other processes get it whole: the message alone would not build it again."""
+        return type(self), (self.source, self.differences)
+
 
 class CheckpointError(HuskyError, ValueError):
     """A damaged or inconsistent checkpoint: names the file or tensor, expected and found."""

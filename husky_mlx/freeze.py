@@ -8,14 +8,13 @@ them builds a new step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from husky_mlx.cache import BatchKVCache, check_layout
 from husky_mlx.config import LlamaConfig
+from husky_mlx.fused import FusedGraph
 from husky_mlx.ops.attention_decode import attention_decode
 from husky_mlx.ops.down_add import down_add
 from husky_mlx.ops.embed import embed
@@ -23,80 +22,102 @@ from husky_mlx.ops.o_proj_add import o_proj_add
 from husky_mlx.ops.rms_gate_up_swiglu import rms_gate_up_swiglu
 from husky_mlx.ops.rms_lm_head import rms_lm_head
 from husky_mlx.ops.rms_qkv_rope_append import rms_qkv_rope_append
-from husky_mlx.ops.rotate import Rotation
-from husky_mlx.pack import LayerWeights
+from husky_mlx.ops.rotate import rotation
+from husky_mlx.pack import StepWeights
 from husky_mlx.plan import Plan
-
-
-@dataclass(frozen=True)
-class StepWeights:
-    """Everything that the step holds constant."""
-
-    embedding: nn.Module
-    layers: list[LayerWeights]
-    norm: mx.array
-    head: Callable[[mx.array], mx.array]
-    rotate: Rotation
 
 
 class DecodeStep:
     """One decode step over our caches; ``frozen.takes`` says for which calls."""
 
-    def __init__(self, config: LlamaConfig, weights: StepWeights, plan: Plan):
+    def __init__(self, graph: StepGraph | FusedGraph, plan: Plan):
         # A compiled function is opaque to the garbage collector: what it closes over must not lead
         # back here, or replaced weights would never be freed.
-        graph = StepGraph(config, weights, plan)
         self._kind_of_layer = graph.kind_of_layer
+        self._in_place = graph.in_place
+        self._nothing = graph.nothing_before
         self._plan = plan
         self._logits = mx.compile(graph.logits)
         self._greedy = mx.compile(graph.greedy)
 
     def logits(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
-        """(B, 1) token ids -> logits (B, 1, vocabulary); each cache gains one row."""
+        """(B, L) token ids -> logits (B, L, vocabulary); each cache gains L rows."""
         (logits,) = self._run(self._logits, tokens, caches)
         return logits
 
     def greedy(self, tokens: mx.array, caches: Sequence[Any]) -> tuple[mx.array, mx.array]:
-        """(B, 1) token ids -> the next ones (B, 1) uint32, and the logits that they came from."""
+        """(B, L) token ids -> the next ones (B, L) uint32, and the logits that they came from."""
         token, logits = self._run(self._greedy, tokens, caches)
         return token, logits
 
     def _run(self, step: Callable, tokens: mx.array, caches: Sequence[Any]) -> tuple[mx.array, ...]:
+        length = tokens.shape[1]
         places = {
-            kind: cache.begin_step()
+            kind: cache.begin_step(length)
             for kind, cache in zip(self._kind_of_layer, caches, strict=True)
         }
         first = caches[0]
         batched = isinstance(first, BatchKVCache)
-        positions = first.offset if batched else mx.array([first.offset], mx.int32)
-        # mlx-lm feeds int32 prompts and uint32 samples: two dtypes would be two traces.
-        *results, keys, values = step(
+        start = first.offset
+        inputs = (
+            # mlx-lm feeds int32 prompts and uint32 samples: two dtypes would be two traces.
             tokens.astype(mx.uint32),
-            positions.astype(mx.int32),
+            start.astype(mx.int32)
+            if batched
+            else mx.array([*range(start, start + length)], mx.int32),
             first.left_padding if batched else None,
             [mx.array(place, mx.int32) for place in places.values()],
-            [cache.keys for cache in caches],
-            [cache.values for cache in caches],
         )
         # One array for all layers: the next step evaluates the first layer's only, and each other
         # one would grow a chain of additions.
-        offset = first.offset + 1
-        for cache, layer_keys, layer_values in zip(caches, keys, values, strict=True):
-            cache.end_step(layer_keys, layer_values, offset)
+        offset = start + length
+        if self._in_place:
+            for kind, cache in zip(self._kind_of_layer, caches, strict=True):
+                cache.allow_writing(places[kind][0])
+            results = self._write_in_place(step, inputs, caches)
+        else:
+            results = self._replace(step, inputs, caches)
+        for cache in caches:
+            cache.end_step(offset)
         self._plan.count("frozen")
+        return results
+
+    def _replace(
+        self, step: Callable, inputs: tuple, caches: Sequence[Any]
+    ) -> tuple[mx.array, ...]:
+        """The step returns the buffers; MLX writes in place where nothing else holds them."""
+        keys, values = zip(*(cache.buffers() for cache in caches), strict=True)
+        *results, keys, values = step(*inputs, list(keys), list(values))
+        for cache, *buffers in zip(caches, keys, values, strict=True):
+            cache.replace(*buffers)
+        return tuple(results)
+
+    def _write_in_place(
+        self, step: Callable, inputs: tuple, caches: Sequence[Any]
+    ) -> tuple[mx.array, ...]:
+        """The step writes the buffers itself and returns the order of that."""
+        before = caches[0].ordering
+        keys, values = zip(*(cache.buffers() for cache in caches), strict=True)
+        *results, ordering = step(
+            *inputs, list(keys), list(values), self._nothing if before is None else before
+        )
+        for cache in caches:
+            cache.ordering = ordering
         return tuple(results)
 
 
 class StepGraph:
     """The step as plain functions of arrays; layers, widths, heads and capacity are constants."""
 
+    in_place = False
+    nothing_before = None
+
     def __init__(self, config: LlamaConfig, weights: StepWeights, plan: Plan):
         self.config = config
         self.weights = weights
         self.plan = plan
-        # Layers of a kind share the slot that they write and the mask of their live rows.
-        kinds = list(dict.fromkeys(config.layer_types))
-        self.kind_of_layer = [kinds.index(kind) for kind in config.layer_types]
+        self.rotate = rotation(config.rope, config.head_dim)
+        self.kind_of_layer = config.kind_of_layer
 
     def greedy(self, *arguments: Any) -> tuple:
         """``logits`` with the most likely tokens (B, 1) before them."""
@@ -120,27 +141,30 @@ class StepGraph:
         self.plan.count("traces")
         eps, scale = self.config.rms_norm_eps, self.config.attention_scale
         weights = self.weights
-        live = [
-            _live_rows(keys[self.kind_of_layer.index(kind)].shape[2], place[1:], left_padding)
-            for kind, place in enumerate(places)
-        ]
+        # Layers of a kind have as many live rows, in buffers that may have been grown apart.
+        shapes = [(kind, x.shape[2]) for kind, x in zip(self.kind_of_layer, keys, strict=True)]
+        live = {
+            (kind, capacity): _live_rows(capacity, places[kind][1:], left_padding)
+            for kind, capacity in dict.fromkeys(shapes)
+        }
         for buffer in (*keys, *values):
             check_layout(buffer, self.config.num_key_value_heads, self.config.head_dim)
         keys, values = list(keys), list(values)
-        x = embed(tokens, weights.embedding)
+        # Signed: MLX counts a negative id from the end, and reads outside the table for 2**32 - 1.
+        x = embed(tokens.astype(mx.int32), weights.embedding)
         for i, (kind, layer) in enumerate(zip(self.kind_of_layer, weights.layers, strict=True)):
             queries, keys[i], values[i] = rms_qkv_rope_append(
                 x,
                 layer.input_norm,
                 eps,
                 layer.qkv,
-                weights.rotate,
+                self.rotate,
                 keys[i],
                 values[i],
                 positions,
                 places[kind][:1],
             )
-            attended = attention_decode(queries, keys[i], values[i], scale, live[kind])
+            attended = attention_decode(queries, keys[i], values[i], scale, live[shapes[i]])
             x = o_proj_add(attended, x, layer.o_proj)
             activated = rms_gate_up_swiglu(x, layer.post_norm, eps, layer.gate_up)
             x = down_add(activated, x, layer.down_proj)

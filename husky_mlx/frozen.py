@@ -9,16 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from husky_mlx import device
 from husky_mlx.cache import BatchKVCache, KVCache, RotatingKVCache, adopt, check_growth
 from husky_mlx.config import LlamaConfig
 from husky_mlx.errors import MemoryLimitError
-from husky_mlx.freeze import DecodeStep, StepWeights
-from husky_mlx.ops.rotate import rotation
-from husky_mlx.pack import FUSIONS, Separate, pack_layers
+from husky_mlx.freeze import DecodeStep, StepGraph
+from husky_mlx.pack import FUSIONS, Separate, StepWeights, pack_layers
 from husky_mlx.plan import Plan
+from husky_mlx.snapshot import Snapshot
 
 MAX_ROWS = 4
 
@@ -35,21 +34,26 @@ class Frozen:
         self.revision = 0
         self._step: DecodeStep | None = None
         self._step_revision = -1
-        self._parameters: list[mx.array] = []
+        self._built_from: Snapshot | None = None
         self._lock = threading.Lock()  # two threads' first tokens would fuse the same weights
         kinds = config.layer_types
         self._one_of_each_kind = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
         windows = [config.window_of(i) for i in range(len(kinds))]
+        self._first_of_kind = [self._one_of_each_kind[kind] for kind in config.kind_of_layer]
         self._windows = {i: window for i, window in enumerate(windows) if window is not None}
 
     def __deepcopy__(self, memo: dict) -> Frozen:
         """A copied model freezes its own step: compiled functions cannot be copied."""
         return Frozen(self.config, copy.deepcopy(self.plan, memo))
 
+    def __reduce__(self) -> tuple[type, tuple[LlamaConfig, Plan]]:
+        """Pickled like copied: another process freezes its own step."""
+        return Frozen, (self.config, self.plan)
+
     def invalidate(self) -> None:
         """The weights changed: let go of the step, and with it of the fused buffers."""
         self.revision += 1
-        self._step, self._parameters = None, []
+        self._step, self._built_from = None, None
 
     def step_for(self, model: Any, tokens: mx.array, caches: Sequence[Any]) -> DecodeStep | None:
         """The step for a call with (B, L) tokens, or None where the reference path must run.
@@ -57,16 +61,18 @@ class Frozen:
         mlx-lm's caches are adopted. Raises MemoryLimitError where the caches would outgrow the
         device, ValueError for a cache of another number of layers.
         """
-        if len(caches) != len(self.config.layer_types):
+        if len(caches) != len(model.layers):
             raise ValueError(
                 f"the prompt cache has {len(caches)} layers and the model has "
-                f"{len(self.config.layer_types)}: it was filled by another model"
+                f"{len(model.layers)}: it was filled by another model"
             )
-        if not takes(tokens, caches):
+        taken = takes(tokens, caches)
+        if not taken:
             adopt(caches)
+            taken = takes(tokens, caches)
         rows, length = tokens.shape
         self._check_memory(model, rows, length, caches)
-        if self.plan.eager_reason or not (takes(tokens, caches) and self._slide(caches)):
+        if self.plan.eager_reason or not (taken and self._fit(caches)):
             if length > 1 or getattr(caches[0], "keys", None) is None:
                 self._sweep(model)
             return None
@@ -77,14 +83,21 @@ class Frozen:
         return self._step
 
     def _stale(self) -> bool:
-        return self._step is None or self._step_revision != self.revision
+        return self._step_revision != self.revision
 
-    def _slide(self, caches: Sequence[Any]) -> bool:
-        """Whether the caches of sliding layers drop what is outside the window: the step masks
-        dead rows only. Callers may pass others, which the reference path masks."""
+    def _fit(self, caches: Sequence[Any]) -> bool:
+        """Whether layers of a kind write the same row, and the caches of sliding layers drop what
+        is outside the window: the step has one row a kind and masks dead rows only. Callers may
+        pass others, which the reference path takes."""
+        for cache, first in zip(caches, self._first_of_kind, strict=False):
+            if type(cache) is not type(caches[first]):
+                return False
+            if type(cache) is RotatingKVCache and _ring(cache) != _ring(caches[first]):
+                return False
         return all(
             type(caches[i]) is RotatingKVCache and caches[i].max_size <= window
             for i, window in self._windows.items()
+            if i < len(caches)
         )
 
     def has_room(self, model: Any, caches: Sequence[Any]) -> bool:
@@ -109,32 +122,35 @@ class Frozen:
     def _sweep(self, model: Any) -> None:
         """Notice weights that were assigned one by one: dearer than a token, so when a prompt
         begins only."""
-        if self._step is None:
-            return
-        now = _parameters(model)
-        if len(now) != len(self._parameters) or any(
-            a is not b for a, b in zip(now, self._parameters, strict=True)
-        ):
+        built_from = self._built_from
+        if built_from is not None and not built_from.fits(model):
             self.invalidate()
 
     def freeze(self, model: Any) -> None:
-        """Fuse the projections and build the step for the weights as they are now."""
-        self._step, self._parameters = None, []
+        """Fuse the projections and build the step for the weights as they are now.
+
+        There is none for a model that somebody built into: its modules then run themselves.
+        """
+        # What another thread changes meanwhile may be missed: the step is then stale at once.
+        revision = self.revision
+        self._step, self._built_from, self._step_revision = None, None, -1
         # A constant that is not evaluated yet would be computed again at every call.
         mx.eval(model.parameters())
+        if (part := model.foreign_part()) is not None:
+            self.plan.notes = [f"decode: reference path ({part})"]
+            self._built_from, self._step_revision = Snapshot.of(model), revision
+            return
         layers = pack_layers(model.layers)
         weights = StepWeights(
             embedding=model.model.embed_tokens,
             layers=layers,
             norm=model.model.norm.weight,
             head=model.head(),
-            rotate=rotation(self.config.rope, self.config.head_dim),
         )
         self.plan.activations = str(model.model.activation_dtype()).removeprefix("mlx.core.")
         self.plan.notes = _unfused(layers)
-        self._step = DecodeStep(self.config, weights, self.plan)
-        self._parameters = _parameters(model)
-        self._step_revision = self.revision
+        self._step = DecodeStep(StepGraph(self.config, weights, self.plan), self.plan)
+        self._built_from, self._step_revision = Snapshot.of(model), revision
 
 
 def takes(tokens: mx.array, caches: Sequence[Any]) -> bool:
@@ -145,12 +161,12 @@ def takes(tokens: mx.array, caches: Sequence[Any]) -> bool:
         return False
     first = caches[0]
     if type(first) is BatchKVCache:
-        return all(type(c) is BatchKVCache and c.keys is not None for c in caches) and (
+        return all(type(c) is BatchKVCache and not c.empty() for c in caches) and (
             first.left_padding.shape[0] == rows
         )
     offset = first.offset
     return rows == 1 and all(
-        type(c) in (KVCache, RotatingKVCache) and c.keys is not None and c.offset == offset
+        type(c) in (KVCache, RotatingKVCache) and not c.empty() and c.offset == offset
         for c in caches
     )
 
@@ -162,8 +178,8 @@ def eager_reason() -> str | None:
     return device.compile_problem()
 
 
-def _parameters(model: Any) -> list[mx.array]:
-    return [value for _, value in tree_flatten(model.parameters())]  # type: ignore[misc, str-unpack]
+def _ring(cache: RotatingKVCache) -> tuple[int, int, int]:
+    return cache._idx, cache.max_size, cache.keep
 
 
 def _unfused(layers: Sequence[Any]) -> list[str]:

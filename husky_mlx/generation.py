@@ -11,6 +11,7 @@ import copy
 import time
 import warnings
 from collections.abc import Generator
+from operator import index
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +24,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from husky_mlx.errors import MemoryLimitError
 from husky_mlx.greedy import greedy_tokens
 from husky_mlx.model import Model
-from husky_mlx.request import check_request
+from husky_mlx.request import check_request, check_text
 
 # Options of mlx-lm's loop that say nothing to a greedy one.
 _SAMPLING_OPTIONS = (
@@ -96,10 +97,12 @@ def stream_generate(
     last = None
     try:
         for response in responses:
-            if last is None and (response.token == 0 or not isinstance(response, GreedyResponse)):
+            theirs = not isinstance(response, GreedyResponse)
+            if last is None and (response.token == 0 or theirs):
                 _check_numbers(model, response.logprobs)
             last = response
-            full = response.finish_reason is None and not model.has_room(caches)
+            # Our greedy loop has asked already.
+            full = theirs and response.finish_reason is None and not model.has_room(caches)
             if full:
                 response.finish_reason = "length"
             yield response
@@ -160,13 +163,25 @@ def _check_numbers(model: Model, logprobs: mx.array) -> None:
 
 
 def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> mx.array:
-    """Token ids (L,); a rendered chat template that starts with BOS gets no second one."""
-    if isinstance(prompt, mx.array):
-        return prompt
+    """Token ids (L,); a rendered chat template that starts with BOS gets no second one.
+
+    Raises ValueError for anything that is neither text nor a sequence of whole numbers.
+    """
     if isinstance(prompt, str):
+        if not prompt.isascii():
+            check_text(prompt)
         has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=not has_bos)
-    return mx.array(prompt)  # type: ignore[arg-type]
+    try:
+        tokens = prompt if isinstance(prompt, mx.array) else mx.array([*map(index, prompt)])
+    except (TypeError, RuntimeError) as error:  # RuntimeError: a number past 64 bits
+        raise ValueError(f"the prompt must be text or a list of token ids ({error})") from error
+    if tokens.ndim != 1 or (tokens.size and not mx.issubdtype(tokens.dtype, mx.integer)):
+        kind = str(tokens.dtype).removeprefix("mlx.core.")
+        raise ValueError(
+            f"the prompt must be text or token ids of shape (L,), found {kind} {tokens.shape}"
+        )
+    return tokens
 
 
 def _is_greedy(draft_model: nn.Module | None, options: dict[str, Any]) -> bool:

@@ -73,7 +73,7 @@ def dtype_name(dtype: object) -> str:
 
 
 def metal_type(dtype: object) -> str:
-    """The Metal name of an MLX or numpy dtype. Raises ValueError for one that kernels do not take."""
+    """The Metal name of an MLX or numpy dtype. Raises ValueError for one that kernels refuse."""
     name = dtype_name(dtype)
     if name not in METAL_TYPES:
         raise ValueError(f"dtype {name}: kernels take {', '.join(METAL_TYPES)}")
@@ -212,7 +212,7 @@ def build(
     arguments = tuple((key, *template_value(value)) for key, value in template)
     function = f"custom_kernel_{name}"
     if arguments:
-        function += "_" + "_".join(text for _, _, text in arguments)
+        function += "__" + "_".join(text for _, _, text in arguments)
     for array in inputs:
         kind = "s" if not array.shape else "c" if array.size < SMALLEST_DEVICE_INPUT else ""
         function += f"_{array.element}{kind}"

@@ -22,6 +22,7 @@ from husky_mlx.config import LlamaConfig
 from husky_mlx.device import activation_dtype, megabytes, require_memory
 from husky_mlx.errors import CheckpointError, UnsupportedModel
 from husky_mlx.model import SINK_TOKENS, Model
+from husky_mlx.request import check_size
 from husky_mlx.structure import check_structure, drop_unread
 
 BACKENDS = ("husky", "mlx")
@@ -65,10 +66,12 @@ def load(
         raise ValueError(f"fallback must be None or 'mlx', found {fallback!r}")
     _check_limits(max_context, max_kv_size)
     path = sources.resolve(
-        str(path_or_hf_repo), revision=revision, notify=_notify if verbose else None
+        os.fsdecode(path_or_hf_repo), revision=revision, notify=_notify if verbose else None
     )
 
-    def load_stock() -> tuple[Any, ...]:
+    def load_stock(reason: str) -> tuple[Any, ...]:
+        if verbose:
+            _notify(f"{path} runs on mlx-lm's model class: {reason}")
         return stock_load(
             str(path),
             tokenizer_config=tokenizer_config,
@@ -80,7 +83,7 @@ def load(
         )
 
     if backend == "mlx" and path.is_dir():
-        return load_stock()
+        return load_stock("backend is mlx")
     try:
         found = checkpoint.read(path, model_config)
         model = build_model(
@@ -92,10 +95,10 @@ def load(
             max_context=max_context,
             max_kv_size=max_kv_size,
         )
-    except UnsupportedModel:
+    except UnsupportedModel as error:
         if fallback is None or not path.is_dir():
             raise
-        return load_stock()
+        return load_stock("; ".join(error.differences))
     config = found.config
     for note in found.notes:
         warnings.warn(f"{path}: {note}", stacklevel=2)
@@ -109,8 +112,9 @@ def load(
         tokenizer = gguf_tokenizer.load_tokenizer(path, tokenizer_config)
     if not lazy:
         _materialize(model, str(path))
-    if verbose and isinstance(model, Model):
-        _notify(str(model.plan).replace("\n", " | "))
+    if verbose:
+        plan = getattr(model, "plan", f"{path} runs on mlx-lm's model class: backend is mlx")
+        _notify(str(plan).replace("\n", " | "))
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -219,10 +223,10 @@ def _smaller(weights: Mapping[str, mx.array]) -> str:
 
 
 def _check_limits(max_context: int | None, max_kv_size: int | None) -> None:
-    if max_context is not None and max_context < 1:
-        raise ValueError(f"max_context must be at least 1, found {max_context}")
-    if max_kv_size is not None and max_kv_size <= SINK_TOKENS:
-        raise ValueError(f"max_kv_size must be above {SINK_TOKENS}, found {max_kv_size}")
+    if max_context is not None:
+        check_size("max_context", max_context, least=1)
+    if max_kv_size is not None:
+        check_size("max_kv_size", max_kv_size, least=SINK_TOKENS + 1)
 
 
 def _choice(name: str, value: str) -> str:

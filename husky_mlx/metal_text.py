@@ -18,7 +18,7 @@ _DECLARATOR = re.compile(r"\s*(\w+)\s*((?:\[.*\])?)\s*", re.DOTALL)
 
 
 def kernel_folder() -> Path:
-    """The folder of the kernel sources: inside the installed package, or beside it in a checkout."""
+    """The folder of the kernel sources: in the installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parent
     inside = package / "metal_kernels"
     return inside if inside.is_dir() else package.parent / "metal_kernels"
@@ -36,7 +36,7 @@ def without_metal_includes(text: str) -> str:
 
 
 def with_float_literals(text: str) -> str:
-    """``1.0`` as ``1.0f``: Metal has no double, so that is what an unsuffixed literal means there."""
+    """``1.0`` as ``1.0f``: Metal has no double, so that is what it means there."""
     return _FLOAT_WITHOUT_SUFFIX.sub(r"\1f", text)
 
 

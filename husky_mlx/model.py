@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers.distributed import shard_linear
+from mlx.utils import tree_flatten
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
@@ -111,8 +112,9 @@ class LlamaModel(Tracked):
 
     def activation_dtype(self) -> mx.Dtype:
         """What the residual stream and the KV cache are computed in."""
-        table = self.embed_tokens
-        stored = table.scales.dtype if "scales" in table else table.weight.dtype
+        # By name, wherever an adapter around the table keeps it.
+        table = tree_flatten(self.embed_tokens.parameters())
+        stored = max(table, key=lambda item: (item[0].endswith("scales"), "weight" in item[0]))[1].dtype
         # The scales of the mx formats are bytes; MLX dequantizes those to bfloat16.
         return device.activation_dtype(mx.bfloat16 if stored == mx.uint8 else stored)
 
@@ -183,6 +185,33 @@ class Model(Tracked):
         """Fuse and freeze now instead of at the first decode; evaluates the weights."""
         if self.plan.eager_reason is None:
             self._frozen.freeze(self)
+
+    def foreign_part(self) -> str | None:
+        """What the frozen step does not know: a module or constant that is not ours any more."""
+        args = self.args
+        if len(self.layers) != args.num_hidden_layers:
+            return f"{len(self.layers)} layers instead of {args.num_hidden_layers}"
+        modules = {"norm": (self.model.norm, nn.RMSNorm)}
+        for i, layer in enumerate(self.layers):
+            if type(layer) is not TransformerBlock:
+                return f"layers.{i} is a {type(layer).__name__}"
+            modules |= {
+                f"layers.{i}.self_attn": (layer.self_attn, Attention),
+                f"layers.{i}.mlp": (layer.mlp, MLP),
+                f"layers.{i}.input_layernorm": (layer.input_layernorm, nn.RMSNorm),
+                f"layers.{i}.post_attention_layernorm": (
+                    layer.post_attention_layernorm,
+                    nn.RMSNorm,
+                ),
+            }
+        constants = {nn.RMSNorm: ("eps", args.rms_norm_eps), Attention: ("scale", args.attention_scale)}
+        for path, (module, expected) in modules.items():
+            if type(module) is not expected:
+                return f"{path} is a {type(module).__name__}"
+            name, value = constants.get(expected, ("training", False))
+            if getattr(module, name) != value:
+                return f"{path}.{name} is {getattr(module, name)}"
+        return None
 
     def head(self) -> Callable[[mx.array], mx.array]:
         """The vocabulary projection: (..., hidden) -> logits (..., vocabulary)."""

@@ -155,3 +155,13 @@ def pack_layers(layers: Sequence[nn.Module]) -> list[LayerWeights]:
         )
     mx.clear_cache()
     return packed
+
+
+@dataclass(frozen=True)
+class StepWeights:
+    """Everything that a decode step holds constant."""
+
+    embedding: nn.Module
+    layers: list[LayerWeights]
+    norm: mx.array
+    head: Callable[[mx.array], mx.array]

@@ -1,190 +1,54 @@
 """How each kernel is cut up on each kind of chip: a pure table, and the few rules that apply it.
 
-``policy(op, shape, bits, chip)`` returns a tile: template integers of the kernel, and the grid that
-covers the shape with them. Nothing here asks the machine.
+``policy(op, shape, bits, chip)`` returns a tile. Nothing here asks the machine.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, overload
 
 from husky_mlx.chips import Chip
+from husky_mlx.tiles import (
+    ArgmaxShape,
+    ArgmaxTile,
+    AttentionShape,
+    AttentionTile,
+    CombineTile,
+    EmbedShape,
+    EmbedTile,
+    GemvShape,
+    GemvTile,
+    Shape,
+    Tile,
+)
 
-# Limits of every Apple GPU; CUDA's are wider.
 MAX_THREADS = 1024
-MAX_THREADGROUP_BYTES = 32 * 1024
+# Bytes of threadgroup memory that a kernel may declare.
+THREADGROUP_BYTES = {"metal": 32 * 1024, "cuda": 48 * 1024, "unknown": 32 * 1024}
 
-GEMV_OPS = ("rms_qkv_rope_append", "o_proj_add", "rms_gate_up_swiglu", "down_add", "rms_lm_head")
-Grid = tuple[int, int, int]
-
-
-@dataclass(frozen=True)
-class GemvShape:
-    """A projection: ``m`` rows of x (m, k) against an (n, k) matrix, x after RMS norm or not."""
-
-    m: int
-    n: int
-    k: int
-    norm: bool = False
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """One query a row for ``m`` rows; ``rows`` is the capacity of the KV cache, in tokens.
-
-    ``batched``: m sequences, else m consecutive tokens of one. ``itemsize`` of T in bytes.
-    """
-
-    m: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rows: int
-    batched: bool = False
-    itemsize: int = 2
-
-    @property
-    def vectors(self) -> int:
-        """Query vectors that read the same keys and values."""
-        return self.heads // self.kv_heads * (1 if self.batched else self.m)
-
-
-@dataclass(frozen=True)
-class EmbedShape:
-    """``m`` token ids to rows of ``width`` values."""
-
-    m: int
-    width: int
-
-
-@dataclass(frozen=True)
-class GemvTile:
-    """metal_kernels/gemv.h: ROWS a simdgroup, KSPLIT simdgroups that share them and split K."""
-
-    rows: int
-    simdgroups: int
-    k_split: int
-    unroll: int
-
-    @property
-    def outputs(self) -> int:
-        """Rows of the matrix a threadgroup."""
-        return self.rows * self.simdgroups // self.k_split
-
-    @property
-    def threadgroup(self) -> Grid:
-        return 32 * self.simdgroups, 1, 1
-
-    def template(self) -> dict[str, int]:
-        return {
-            "ROWS": self.rows,
-            "SIMDGROUPS": self.simdgroups,
-            "KSPLIT": self.k_split,
-            "UNROLL": self.unroll,
-        }
-
-    def grid(self, shape: GemvShape) -> Grid:
-        """In threads, as MLX takes it."""
-        return -(-shape.n // self.outputs) * self.threadgroup[0], 1, 1
-
-    def threadgroup_bytes(self, shape: GemvShape) -> int:
-        """The float32 partial sums; on CUDA x after its norm is staged beside them."""
-        return 4 * shape.m * (self.rows * self.simdgroups + self.k_split)
-
-
-@dataclass(frozen=True)
-class AttentionTile:
-    """metal_kernels/attention_decode.metal: QUERIES vectors a threadgroup, SPLITS of the context."""
-
-    queries: int
-    lanes: int
-    splits: int
-    simdgroups: int
-    unroll: int
-
-    @property
-    def threadgroup(self) -> Grid:
-        return 32 * self.simdgroups, 1, 1
-
-    def template(self) -> dict[str, int]:
-        return {
-            "QUERIES": self.queries,
-            "LANES": self.lanes,
-            "SPLITS": self.splits,
-            "SIMDGROUPS": self.simdgroups,
-            "UNROLL": self.unroll,
-        }
-
-    def grid(self, shape: AttentionShape) -> Grid:
-        """In threads: KV heads with their slices of query vectors, splits, sequences."""
-        slices = shape.kv_heads * (shape.vectors // self.queries)
-        return slices * self.threadgroup[0], self.splits, shape.m if shape.batched else 1
-
-    def threadgroup_bytes(self, shape: AttentionShape) -> int:
-        """A maximum, a sum and the weighted values for each simdgroup and query vector."""
-        return 4 * self.simdgroups * self.queries * (shape.head_dim + 2)
-
-    def partials(self, shape: AttentionShape) -> int:
-        """Float32 values that the splits leave for ``attention_combine``."""
-        return shape.m * shape.heads * self.splits * (shape.head_dim + 2)
-
-
-@dataclass(frozen=True)
-class CombineTile:
-    """metal_kernels/attention_combine.metal: a threadgroup for each query vector."""
-
-    splits: int
-    simdgroups: int
-
-    @property
-    def threadgroup(self) -> Grid:
-        return 32 * self.simdgroups, 1, 1
-
-    def template(self) -> dict[str, int]:
-        return {"SPLITS": self.splits, "SIMDGROUPS": self.simdgroups}
-
-    def grid(self, shape: AttentionShape) -> Grid:
-        return shape.m * shape.heads * self.threadgroup[0], 1, 1
-
-    def threadgroup_bytes(self, shape: AttentionShape) -> int:
-        return 4 * self.simdgroups * shape.head_dim
-
-
-@dataclass(frozen=True)
-class EmbedTile:
-    """metal_kernels/embed.metal: a thread for each word of a row."""
-
-    threads: int
-    bits: int
-
-    @property
-    def threadgroup(self) -> Grid:
-        return self.threads, 1, 1
-
-    def template(self) -> dict[str, int]:
-        return {}
-
-    def grid(self, shape: EmbedShape) -> Grid:
-        words = shape.width if self.bits == 16 else shape.width * self.bits // 32
-        return -(-words // self.threads) * self.threads, shape.m, 1
-
-    def threadgroup_bytes(self, shape: EmbedShape) -> int:
-        return 0
-
-
-Shape = GemvShape | AttentionShape | EmbedShape
-Tile = GemvTile | AttentionTile | CombineTile | EmbedTile
+GEMV_OPS = (
+    "rms_qkv_rope_append",
+    "o_proj_add",
+    "rms_gate_up_swiglu",
+    "down_add",
+    "rms_lm_head",
+    "rms_lm_head_argmax",
+)
 
 
 @dataclass(frozen=True)
 class _Attention:
-    """``vector_floats``: query and accumulator values of a lane, each; ``groups``: threadgroups a
-    core to aim for; ``one_split``: rows up to which a second launch is not worth its cost;
-    ``split_rows``: the fewest rows a split."""
+    """How to cut attention on one kind of chip.
+
+    ``lane_floats``: how many query values a lane may hold, and as many weighted values. ``groups``:
+    threadgroups a core to aim for. ``one_split``: rows up to which a second launch costs more than
+    it saves. ``split_rows``: the fewest rows worth a split.
+    """
 
     simdgroups: int
     unroll: int
-    vector_floats: int
+    lane_floats: int
     groups: int
     one_split: int
     split_rows: int
@@ -192,14 +56,150 @@ class _Attention:
 
 @dataclass(frozen=True)
 class _Tuning:
-    """Tiles of one kind of chip; ``gemv`` by bits."""
+    """Tiles of one kind of chip; ``gemv`` by bits, before the rules for small matrices."""
 
     gemv: dict[int, GemvTile]
     attention: _Attention
 
 
-def _gemv(four: Tiling, eight: Tiling, sixteen: Tiling) -> dict[int, GemvTile]:
-    return {4: GemvTile(*four), 8: GemvTile(*eight), 16: GemvTile(*sixteen)}
+_METAL_GEMV = {4: GemvTile(4, 2, 1, 1), 8: GemvTile(4, 2, 1, 1), 16: GemvTile(4, 2, 1, 1)}
+_METAL_WIDE_GEMV = {4: GemvTile(4, 4, 1, 2), 8: GemvTile(4, 4, 1, 2), 16: GemvTile(4, 4, 1, 2)}
+_CUDA_GEMV = {4: GemvTile(16, 4, 1, 2), 8: GemvTile(16, 4, 1, 2), 16: GemvTile(16, 4, 1, 2)}
+
+# (target, generation, large) -> tiles. Every figure is predicted, on 2026-11-30, from the number of
+# cores, their registers and MLX's own choices; none is measured. The generations of a target that
+# are missing take those of the next older one.
+_TABLE: dict[tuple[str, int, bool], _Tuning] = {
+    ("metal", 13, False): _Tuning(_METAL_GEMV, _Attention(4, 2, 32, 2, 1024, 256)),
+    ("metal", 13, True): _Tuning(_METAL_GEMV, _Attention(8, 2, 32, 2, 512, 256)),
+    ("metal", 14, False): _Tuning(_METAL_GEMV, _Attention(4, 2, 32, 2, 1024, 256)),
+    ("metal", 14, True): _Tuning(_METAL_GEMV, _Attention(8, 2, 32, 2, 512, 256)),
+    # From here on registers are shared dynamically: more loads in flight.
+    ("metal", 15, False): _Tuning(_METAL_GEMV, _Attention(4, 4, 32, 2, 1024, 256)),
+    ("metal", 15, True): _Tuning(_METAL_WIDE_GEMV, _Attention(8, 4, 32, 2, 512, 256)),
+    ("metal", 16, False): _Tuning(_METAL_GEMV, _Attention(4, 4, 32, 2, 1024, 256)),
+    ("metal", 16, True): _Tuning(_METAL_WIDE_GEMV, _Attention(8, 4, 32, 2, 512, 256)),
+    ("metal", 17, False): _Tuning(_METAL_GEMV, _Attention(4, 4, 32, 2, 1024, 256)),
+    ("metal", 17, True): _Tuning(_METAL_WIDE_GEMV, _Attention(8, 4, 32, 2, 512, 256)),
+    ("cuda", 80, False): _Tuning(_CUDA_GEMV, _Attention(8, 4, 32, 2, 1024, 128)),
+    ("cuda", 80, True): _Tuning(_CUDA_GEMV, _Attention(8, 4, 32, 2, 1024, 128)),
+    # Half the resident warps of the data centre chips.
+    ("cuda", 86, False): _Tuning(_CUDA_GEMV, _Attention(8, 2, 32, 1, 1024, 128)),
+    ("cuda", 86, True): _Tuning(_CUDA_GEMV, _Attention(8, 2, 32, 1, 1024, 128)),
+    ("cuda", 90, True): _Tuning(_CUDA_GEMV, _Attention(8, 4, 32, 2, 1024, 128)),
+    ("cuda", 100, True): _Tuning(_CUDA_GEMV, _Attention(8, 4, 32, 2, 1024, 128)),
+    ("cuda", 110, False): _Tuning(_CUDA_GEMV, _Attention(8, 2, 32, 2, 1024, 128)),
+    ("cuda", 120, False): _Tuning(_CUDA_GEMV, _Attention(8, 2, 32, 2, 1024, 128)),
+    ("cuda", 120, True): _Tuning(_CUDA_GEMV, _Attention(8, 2, 32, 2, 1024, 128)),
+}
+_UNKNOWN = _Tuning(_METAL_GEMV, _Attention(4, 1, 32, 1, 2048, 512))
+# Cores from which a GPU counts as large: Max and Ultra, the big GPU of an NVIDIA generation.
+_LARGE = {"metal": 24, "cuda": 100}
+# A lane's share of a head up to which wider loads are worth more registers.
+_LANE_SHARE = 16
+_COMBINE_SIMDGROUPS = 8
 
 
-Tiling = tuple[int, int, int, int]
+@overload
+def policy(
+    op: Literal["attention_decode"], shape: AttentionShape, bits: int, chip: Chip
+) -> AttentionTile: ...
+@overload
+def policy(
+    op: Literal["attention_combine"], shape: AttentionShape, bits: int, chip: Chip
+) -> CombineTile: ...
+@overload
+def policy(op: str, shape: GemvShape, bits: int, chip: Chip) -> GemvTile: ...
+@overload
+def policy(op: str, shape: ArgmaxShape, bits: int, chip: Chip) -> ArgmaxTile: ...
+@overload
+def policy(op: str, shape: EmbedShape, bits: int, chip: Chip) -> EmbedTile: ...
+@overload
+def policy(op: str, shape: Shape, bits: int, chip: Chip) -> Tile: ...
+def policy(op: str, shape: Shape, bits: int, chip: Chip) -> Tile:
+    """The tile for kernel ``op`` on ``shape``, with weights of ``bits`` (16: not quantized).
+
+    Raises ValueError for an operation, shape or number of bits that no kernel takes.
+    """
+    tuning = _tuning(chip)
+    if op == "attention_decode" and isinstance(shape, AttentionShape):
+        return _attention_tile(shape, tuning.attention, chip)
+    if op == "attention_combine" and isinstance(shape, AttentionShape):
+        splits = _attention_tile(shape, tuning.attention, chip).splits
+        return CombineTile(splits, min(_COMBINE_SIMDGROUPS, splits))
+    if op == "argmax_combine" and isinstance(shape, ArgmaxShape):
+        return ArgmaxTile(_COMBINE_SIMDGROUPS)
+    if bits not in (4, 8, 16):
+        raise ValueError(f"[{op}] kernels take weights of 4, 8 or 16 bits, found {bits}")
+    if op == "embed" and isinstance(shape, EmbedShape):
+        return EmbedTile(64, bits)
+    if op in GEMV_OPS and isinstance(shape, GemvShape):
+        # CUDA's matrix units take x in 16 bit only; the kernel for the rest is Metal's.
+        gemv = tuning.gemv if shape.itemsize == 2 else _METAL_GEMV
+        return _gemv_tile(shape, gemv[bits], chip)
+    raise ValueError(f"[{op}] no kernel of this name takes a {type(shape).__name__}")
+
+
+def _tuning(chip: Chip) -> _Tuning:
+    large = chip.cores >= _LARGE.get(chip.target, 0)
+    known = [gen for target, gen, size in _TABLE if (target, size) == (chip.target, large)]
+    if not known:
+        return _UNKNOWN
+    older = [generation for generation in known if generation <= chip.generation]
+    return _TABLE[chip.target, max(older) if older else min(known), large]
+
+
+def _gemv_tile(shape: GemvShape, tile: GemvTile, chip: Chip) -> GemvTile:
+    """More simdgroups split K where a small matrix leaves cores without a threadgroup."""
+    k_split = tile.k_split
+    while (
+        2 * k_split <= tile.simdgroups
+        and shape.n * k_split < chip.cores * tile.rows * tile.simdgroups
+        and shape.k >= 1024 * 2 * k_split
+    ):
+        k_split *= 2
+    chosen = replace(
+        tile,
+        k_split=k_split,
+        norm=shape.norm,
+        stages_x=shape.norm and chip.target == "cuda" and shape.itemsize == 2,
+    )
+    if chosen.threadgroup_bytes(shape) > THREADGROUP_BYTES[chip.target]:
+        return replace(chosen, norm=False, stages_x=False)
+    return chosen
+
+
+def _attention_tile(shape: AttentionShape, tuning: _Attention, chip: Chip) -> AttentionTile:
+    lanes = _lanes(shape.head_dim, shape.itemsize)
+    queries = _largest_divisor(shape.vectors, max(tuning.lane_floats * lanes // shape.head_dim, 1))
+    threadgroups = shape.kv_heads * (shape.vectors // queries) * (shape.m if shape.batched else 1)
+    splits = 1
+    if shape.rows > tuning.one_split:
+        while (
+            threadgroups * splits < chip.cores * tuning.groups
+            and shape.rows >= 2 * splits * tuning.split_rows
+        ):
+            splits *= 2
+    tile = AttentionTile(queries, lanes, splits, tuning.simdgroups, tuning.unroll)
+    while tile.threadgroup_bytes(shape) > THREADGROUP_BYTES[chip.target]:
+        tile = replace(tile, simdgroups=tile.simdgroups // 2)
+    return tile
+
+
+def _lanes(head_dim: int, itemsize: int) -> int:
+    """Lanes that share one row of a head: the widest aligned loads with a small share each."""
+    if head_dim % 16 or head_dim > 256:
+        raise ValueError(
+            f"[attention_decode] head_dim must be a multiple of 16 up to 256, found {head_dim}"
+        )
+    choices = []
+    for lanes in (2, 4, 8, 16, 32):
+        share, remainder = divmod(head_dim, lanes)
+        load = min((share & -share) * itemsize, 16)
+        if not remainder and load >= 4:
+            choices.append((share > _LANE_SHARE, -load, share, lanes))
+    return min(choices)[-1]
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(divisor for divisor in range(1, limit + 1) if number % divisor == 0)

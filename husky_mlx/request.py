@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import RotatingKVCache as StockRotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache
 
 from husky_mlx.cache import RotatingKVCache, quantized_group_size
 from husky_mlx.errors import ContextLimitError
-from husky_mlx.model import Model
+from husky_mlx.model import SINK_TOKENS, Model
 
 
 def check_request(
     model: Model,
     prompt: mx.array,
-    max_tokens: int,
+    max_tokens: int | None,
     options: dict[str, Any],
     draft_model: Any = None,
 ) -> int:
     """Check a prompt (L,) and the options of ``stream_generate``; returns the tokens to generate.
 
-    The result is ``max_tokens`` lowered to what ``max_context`` leaves (-1: no limit). Raises
-    ValueError for an empty prompt, token ids outside the vocabulary, KV cache options that do not
-    fit the model, and speculative decoding past a bounded window; ContextLimitError for a prompt
-    that leaves no room for a reply.
+    The result is ``max_tokens`` lowered to what ``max_context`` leaves (-1 or None: no limit).
+    Raises ValueError for an empty prompt, token ids outside the vocabulary, options that are no
+    numbers or out of range, KV cache options that do not fit the model, and speculative decoding
+    past a bounded window; ContextLimitError for a prompt that leaves no room for a reply.
     """
-    if max_tokens == 0:
-        raise ValueError("max_tokens must not be 0 (-1 means no limit)")
+    if max_tokens is None:
+        max_tokens = -1
+    if max_tokens == 0 or not isinstance(max_tokens, int | np.integer):
+        raise ValueError(
+            f"max_tokens must be a whole number above 0, or -1 for no limit, found {max_tokens!r}"
+        )
+    check_size("prefill_step_size", options.get("prefill_step_size", 1), least=1)
+    if options.get("max_kv_size") is not None:
+        check_size("max_kv_size", options["max_kv_size"], least=SINK_TOKENS + 1)
     embeddings = options.get("input_embeddings")
     if prompt.size == 0 and embeddings is None:
         raise ValueError("the prompt is empty")
@@ -38,6 +47,8 @@ def check_request(
     _check_kv_options(model, options)
     length = prompt.size if embeddings is None else len(embeddings)
     cached = options.get("prompt_cache")
+    if cached is not None:
+        _check_cache(cached)
     start = cached[0].offset if cached else 0
     trained = model.args.max_position_embeddings
     if trained is not None and start + length > trained:
@@ -57,6 +68,33 @@ def check_request(
             "leaves no room for a reply"
         )
     return room if max_tokens < 0 else min(max_tokens, room)
+
+
+def check_text(text: str) -> None:
+    """Raise ValueError for lone surrogates, which stand for bytes that were no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the prompt is not valid text: {text[error.start]!r} at position {error.start} "
+            "stands for a byte that is not UTF-8"
+        ) from error
+
+
+def check_size(name: str, value: Any, least: int) -> None:
+    """Raise ValueError unless an option is a whole number of at least ``least``."""
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a whole number from {least} up, found {value!r}")
+
+
+def _check_cache(caches: Any) -> None:
+    if not isinstance(caches, Sequence) or not all(
+        hasattr(cache, "update_and_fetch") and hasattr(cache, "offset") for cache in caches
+    ):
+        raise ValueError(
+            "prompt_cache must be a list of one key-value cache a layer, as make_prompt_cache "
+            f"returns it, found {caches!r}"
+        )
 
 
 def _check_token_ids(prompt: mx.array, vocab_size: int) -> None:

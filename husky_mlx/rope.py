@@ -34,6 +34,13 @@ class Rope:
         """What a position is multiplied by before the rotation."""
         return 1.0 / self.factor if self.kind == "linear" else 1.0
 
+    def frequencies(self, dims: int) -> np.ndarray:
+        """Radians a position, float32 of shape (dims/2,)."""
+        table = self.wavelength_table(dims)
+        if table is None:
+            table = self.theta ** (np.arange(0, dims, 2, dtype=np.float64) / dims)
+        return (self.position_scale / table).astype(np.float32)
+
     def wavelength_table(self, dims: int) -> np.ndarray | None:
         """``theta ** (2i/dims)`` with the llama3 correction, float32 of shape (dims/2,).
 
@@ -77,7 +84,7 @@ def parse_rope(config: Mapping[str, Any]) -> tuple[Rope | None, list[str], list[
         found = f"{field}.partial_rotary_factor is {rotated!r}, supported is 1"
         return None, [], [found]
     traditional = bool(config.get("rope_traditional") or False)
-    kind = scaling.get("rope_type") or scaling.get("type")
+    kind = scaling.get("type") if scaling.get("rope_type") is None else scaling["rope_type"]
     numbers = {k: v for k, v in scaling.items() if k not in ("rope_type", "type", "rope_theta")}
     if kind is None:
         meaningful = {k: v for k, v in numbers.items() if v is not None}

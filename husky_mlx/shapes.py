@@ -14,7 +14,9 @@ import zlib
 import mlx.core as mx
 import numpy as np
 
+from husky_mlx.config import LlamaConfig
 from husky_mlx.errors import HuskyError
+from husky_mlx.structure import expected_shapes
 
 
 def _llama3_rope(factor: float) -> dict:
@@ -105,29 +107,8 @@ def shape_config(name: str) -> dict:
 
 
 def parameter_shapes(config: dict) -> dict[str, tuple[int, ...]]:
-    """mlx-lm's parameter names with their unquantised shapes, (outputs, inputs), layer by layer."""
-    hidden, mlp, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    query = config["num_attention_heads"] * head_dim
-    key = config["num_key_value_heads"] * head_dim
-    vocabulary = config["vocab_size"]
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
-    for layer in range(config["num_hidden_layers"]):
-        for name, shape in {
-            "self_attn.q_proj": (query, hidden),
-            "self_attn.k_proj": (key, hidden),
-            "self_attn.v_proj": (key, hidden),
-            "self_attn.o_proj": (hidden, query),
-            "mlp.gate_proj": (mlp, hidden),
-            "mlp.up_proj": (mlp, hidden),
-            "mlp.down_proj": (hidden, mlp),
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-        }.items():
-            shapes[f"model.layers.{layer}.{name}.weight"] = shape
-    shapes["model.norm.weight"] = (hidden,)
-    if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (vocabulary, hidden)
-    return shapes
+    """mlx-lm's parameter names with their unquantised shapes, (outputs, inputs)."""
+    return expected_shapes(LlamaConfig.from_dict(config))
 
 
 def random_weights(
@@ -141,13 +122,14 @@ def random_weights(
     variance near it through any number of layers. The same seed gives the same weights in any
     process on any device. HuskyError where the groups do not fit the rows.
     """
-    for name, shape in parameter_shapes(config).items():
+    shapes = parameter_shapes(config)
+    for name, shape in shapes.items():
         if len(shape) == 2 and shape[1] % group_size:
             raise HuskyError(
                 f"{name}: a row of {shape[1]} weights is not a multiple of group_size {group_size}"
             )
     weights: dict[str, mx.array] = {}
-    for name, shape in parameter_shapes(config).items():
+    for name, shape in shapes.items():
         if len(shape) == 1:
             weights[name] = mx.ones(shape, dtype)
             continue

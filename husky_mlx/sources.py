@@ -42,9 +42,16 @@ def resolve(
     line before each download: what, how large, from where, to where. SourceError says what was
     tried and what to do.
     """
-    path = Path(name).expanduser()
-    if name and path.exists():
-        if path.is_file() and path.suffix != ".gguf":
+    try:
+        path = Path(name).expanduser()
+        path.as_posix().encode()
+        exists = bool(name) and path.exists()
+    except UnicodeEncodeError as error:
+        raise SourceError(f"{name!r}: MLX opens no path that is not UTF-8: rename it") from error
+    except (OSError, RuntimeError) as error:  # too long, behind a closed folder, ~ of nobody
+        raise SourceError(f"{name[:80]}: {getattr(error, 'strerror', None) or error}") from error
+    if exists:
+        if not path.is_dir() and not (path.is_file() and path.suffix == ".gguf"):
             raise SourceError(f"{path}: a model is a folder or a .gguf file; this is another file")
         return path
     if name in ALIASES:

@@ -13,7 +13,6 @@ from husky_mlx.errors import CheckpointError
 _FLOATS = (mx.float16, mx.bfloat16, mx.float32)
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 AFFINE_GROUP_SIZES = (32, 64, 128)
-_AFFINE_GROUPS = (32, 64, 128)
 _MX_FORMATS = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 
@@ -139,9 +138,10 @@ def _packed_mismatch(
         if biases is not None:
             wrong.append(f"{base}.biases is not part of a matrix with uint8 scales")
         return wrong
-    if bits not in AFFINE_BITS or group not in _AFFINE_GROUPS:
+    if bits not in AFFINE_BITS or group not in AFFINE_GROUP_SIZES:
         wrong.append(
-            f"{base} has {layout}: supported are {AFFINE_BITS} bits in groups of {_AFFINE_GROUPS}"
+            f"{base} has {layout}: supported are {AFFINE_BITS} bits in groups of "
+            f"{AFFINE_GROUP_SIZES}"
         )
     if scales.dtype not in _FLOATS:
         wrong.append(f"{base}.scales should be floats or uint8, found {_name(scales.dtype)}")

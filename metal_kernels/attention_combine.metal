@@ -1,25 +1,26 @@
 // inputs: partials
 // outputs: attended
-// template: T VECTORS D SPLITS SIMDGROUPS
-#include "attention.h"
-// partials: float32, what attention_decode leaves for SPLITS > 1; VECTORS = M * HEADS.
+// template: T VECTORS D SIMDGROUPS
+// partials: float32 (VECTORS * splits * (D + 2),), what attention_decode leaves with SPLIT; VECTORS
+// is M * HEADS.
 // attended (VECTORS, D) in T. A threadgroup takes one vector, its simdgroups in turn the splits.
+const int splits = partials_shape[0] / (VECTORS * (D + 2));
 const int vector = int(threadgroup_position_in_grid.x);
 const int lane = int(thread_index_in_simdgroup);
 const int simdgroup = int(simdgroup_index_in_threadgroup);
 constexpr int PER_LANE = (D + 31) / 32;
 threadgroup float weighted[SIMDGROUPS * D];
 
-const device float* values = partials + size_t(vector) * SPLITS * D;
-const device float* maxima = partials + size_t(VECTORS * SPLITS) * D + vector * SPLITS;
-const device float* sums = maxima + VECTORS * SPLITS;
-float maximum = EMPTY_MAXIMUM;
-for (int s = lane; s < SPLITS; s += 32) {
+const device float* values = partials + size_t(vector) * splits * D;
+const device float* maxima = partials + size_t(VECTORS * splits) * D + vector * splits;
+const device float* sums = maxima + VECTORS * splits;
+float maximum = maxima[0];
+for (int s = lane; s < splits; s += 32) {
   maximum = max(maximum, maxima[s]);
 }
 maximum = simd_max(maximum);
 float sum = 0.0f;
-for (int s = lane; s < SPLITS; s += 32) {
+for (int s = lane; s < splits; s += 32) {
   sum += sums[s] * metal::fast::exp2(maxima[s] - maximum);
 }
 sum = simd_sum(sum);
@@ -30,7 +31,7 @@ for (int i = 0; i < PER_LANE; i++) {
   share[i] = 0.0f;
 }
 #pragma unroll 4
-for (int s = simdgroup; s < SPLITS; s += SIMDGROUPS) {
+for (int s = simdgroup; s < splits; s += SIMDGROUPS) {
   const float weight = metal::fast::exp2(maxima[s] - maximum);
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) {

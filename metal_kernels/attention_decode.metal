@@ -1,16 +1,18 @@
 // inputs: queries keys values place left_padding
 // outputs: attended
-// template: T M HEADS KV_HEADS D BATCHED SPLITS SIMDGROUPS QUERIES LANES UNROLL
+// template: T M HEADS KV_HEADS D BATCHED SPLIT SIMDGROUPS QUERIES LANES UNROLL
 #include "attention.h"
 // queries (M, HEADS, D); keys, values (BATCHED ? M : 1, KV_HEADS, capacity, D), all T.
 // place int32 (2,): the slot that was written last and the live rows that row 0 sees with it; row m
 // of one sequence sees m more, rows of a batch see as many from their left_padding int32 (M,) on.
-// SPLITS == 1: attended (M, HEADS, D) in T. Else float32, for attention_combine: weighted values
-// (M, HEADS, SPLITS, D), then maxima and then sums (M, HEADS, SPLITS).
-// A threadgroup takes QUERIES of the vectors that share a KV head, for one split of its rows.
+// attended (M, HEADS, D) in T; with SPLIT float32, for attention_combine: weighted values
+// (M, HEADS, splits, D), then maxima and then sums (M, HEADS, splits).
+// Grid: KV heads with their slices of QUERIES vectors, then splits of the rows, then sequences. The
+// number of splits is no template value: a cache that grows must not compile anew.
 const uint lane = thread_index_in_simdgroup;
 const int simdgroup = int(simdgroup_index_in_threadgroup);
-const int split = int(threadgroup_position_in_grid.y);
+const int splits = SPLIT ? int(threadgroups_per_grid.y) : 1;
+const int split = SPLIT ? int(threadgroup_position_in_grid.y) : 0;
 const int batch = int(threadgroup_position_in_grid.z);
 constexpr int GROUP = HEADS / KV_HEADS;
 constexpr int SLICES = (BATCHED ? GROUP : M * GROUP) / QUERIES;
@@ -46,7 +48,7 @@ for (int j = 0; j < QUERIES; j++) {
 }
 
 const int last = limits[QUERIES - 1];
-const int blocks = (last - start + SPLITS * BLOCK - 1) / (SPLITS * BLOCK);
+const int blocks = (last - start + splits * BLOCK - 1) / (splits * BLOCK);
 const int begin = start + split * blocks * BLOCK;
 const int end = min(begin + blocks * BLOCK, last);
 const size_t head_rows = size_t(batch * KV_HEADS + kv_head) * keys_shape[2] * D;
@@ -74,14 +76,14 @@ for (int at = int(thread_index_in_threadgroup); at < QUERIES * D; at += SIMDGROU
   const int vector = row * HEADS + kv_head * GROUP + (first_vector + j) % GROUP;
   const Merged merged =
       merge_simdgroups<SIMDGROUPS, QUERIES, D>(maxima, sums, weighted, j, at % D);
-  if (SPLITS == 1) {
+  if (!SPLIT) {
     put(attended, size_t(vector) * D + at % D, merged.weighted / merged.sum);
   } else {
-    const size_t part = size_t(vector) * SPLITS + split;
+    const size_t part = size_t(vector) * splits + split;
     put(attended, part * D + at % D, merged.weighted);
     if (at % D == 0) {
-      put(attended, size_t(M * HEADS * SPLITS) * D + part, merged.maximum);
-      put(attended, size_t(M * HEADS * SPLITS) * (D + 1) + part, merged.sum);
+      put(attended, size_t(M * HEADS * splits) * D + part, merged.maximum);
+      put(attended, size_t(M * HEADS * splits) * (D + 1) + part, merged.sum);
     }
   }
 }

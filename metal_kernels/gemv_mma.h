@@ -39,24 +39,27 @@ inline uint packed_pair(uint word, int nibble, bool high) {
   const uint exponent =
       IS_HALF ? (high ? 0x5c005c00u : 0x4c004c00u) : (high ? 0x43804380u : 0x41804180u);
   const int shift = PLACE - 4 * nibble;
-  return ((shift >= 0 ? word << shift : word >> -shift) & (0x000f000fu << PLACE)) | exponent;
+  return masked_or(
+      shift >= 0 ? word << shift : word >> -shift, 0x000f000fu << PLACE, exponent);
 }
 
 // The x that four pairs of packed values meet: 16 bytes of x are 8 consecutive values.
 template <int BITS>
 inline void pair_up(vec<uint, 4> x, thread uint* pairs) {
   if (BITS == 16) {
+#pragma unroll
     for (int i = 0; i < 4; i++) {
       pairs[i] = x[i];
     }
   } else {
     const int other = BITS == 4 ? 2 : 1;
     const int next = BITS == 4 ? 1 : 2;
+#pragma unroll
     for (int i = 0; i < 2; i++) {
       const uint a = x[i * next];
       const uint b = x[i * next + other];
-      pairs[2 * i] = (a & 0xffffu) | (b << 16);
-      pairs[2 * i + 1] = (a >> 16) | (b & 0xffff0000u);
+      pairs[2 * i] = low_halves(a, b);
+      pairs[2 * i + 1] = high_halves(a, b);
     }
   }
 }
@@ -102,7 +105,9 @@ inline void multiply_ones(thread float* d, const thread uint* pairs) {
 // COUNT entries of a row of `groups` scales, two in a word; past the row its last one again.
 template <typename T, int COUNT, bool ALIGNED>
 inline void load_entries(const device T* row, int first, int groups, thread uint* words) {
-  if constexpr (ALIGNED && COUNT > 1) {
+  if constexpr (ALIGNED && COUNT == 2) {
+    words[0] = *reinterpret_cast<const device uint*>(row + first);
+  } else if constexpr (ALIGNED && COUNT > 2) {
     const vec<uint, COUNT / 2> loaded =
         *reinterpret_cast<const device vec<uint, COUNT / 2>*>(row + first);
 #pragma unroll
@@ -134,24 +139,52 @@ struct MmaBatch {
   uint biases[TILES][2][Shape::RUNS][Shape::RUN_WORDS];
 };
 
-template <typename T, int BITS, int GROUP, int K, int M, int UNROLL, int TILES>
-inline void load_batch(
+// Where a lane reads its part of each of its rows.
+template <typename T, int TILES>
+struct MmaRows {
+  const device uint* weights[TILES][2];
+  const device T* scales[TILES][2];
+  const device T* biases[TILES][2];
+};
+
+// Row g of a multiply is of the tile's first run, row g + 8 of its second. Rows past the matrix
+// read its last one, and nobody keeps the result.
+template <typename T, int BITS, int GROUP, int K, int N, int TILES>
+inline void find_rows(
     const device uint* weight,
     const device T* scales,
     const device T* biases,
-    const thread uint* rows,
+    uint first,
+    uint second,
+    uint lane,
+    thread MmaRows<T, TILES>& rows) {
+#pragma unroll
+  for (int i = 0; i < TILES * 2; i++) {
+    const uint start = i % 2 == 0 ? first : second;
+    const size_t row = min(start + i / 2 * 8 + lane / 4, uint(N - 1));
+    rows.weights[i / 2][i % 2] = weight + row * (K * BITS / 32) + lane % 4 * 4;
+    if (BITS < 16) {
+      rows.scales[i / 2][i % 2] = scales + row * (K / GROUP);
+      rows.biases[i / 2][i % 2] = biases + row * (K / GROUP);
+    }
+  }
+}
+
+template <typename T, int BITS, int GROUP, int K, int M, int UNROLL, int TILES>
+inline void load_batch(
+    const thread MmaRows<T, TILES>& rows,
     int batch,
     int team,
     thread MmaBatch<MmaShape<T, BITS, GROUP, K, M, UNROLL>, UNROLL, TILES>& out) {
   typedef MmaShape<T, BITS, GROUP, K, M, UNROLL> Shape;
 #pragma unroll
-  for (int u = 0; u < UNROLL; u++) {
-    const int k = batch * Shape::BATCH + u * Shape::CHUNK + team * Shape::VALUES;
+  for (int i = 0; i < TILES * 2; i++) {
+    const device uint* words = rows.weights[i / 2][i % 2] + batch * (UNROLL * 16);
 #pragma unroll
-    for (int i = 0; i < TILES * 2; i++) {
+    for (int u = 0; u < UNROLL; u++) {
+      const int k = batch * Shape::BATCH + u * Shape::CHUNK + team * Shape::VALUES;
       if (Shape::WHOLE || k < K) {
-        out.weights[u][i / 2][i % 2] =
-            load_once(weight + size_t(rows[i]) * (K * BITS / 32) + k * BITS / 32);
+        out.weights[u][i / 2][i % 2] = load_once(words + u * 16);
       } else {
         out.weights[u][i / 2][i % 2] = vec<uint, 4>(0u);
       }
@@ -162,15 +195,14 @@ inline void load_batch(
     constexpr bool ALIGNED = Shape::WHOLE && ENTRIES % Shape::RUN == 0 && Shape::RUN <= 8;
 #pragma unroll
     for (int i = 0; i < TILES * 2; i++) {
-      const size_t row = size_t(rows[i]) * ENTRIES;
 #pragma unroll
       for (int r = 0; r < Shape::RUNS; r++) {
-        const int first =
-            (batch * Shape::BATCH + r * Shape::CHUNK) / GROUP + (Shape::GROUPS == 4 ? team % 2 * 2 : 0);
+        const int first = (batch * Shape::BATCH + r * Shape::CHUNK) / GROUP +
+                          (Shape::GROUPS == 4 ? team % 2 * 2 : 0);
         load_entries<T, Shape::RUN, ALIGNED>(
-            scales + row, first, ENTRIES, out.scales[i / 2][i % 2][r]);
+            rows.scales[i / 2][i % 2], first, ENTRIES, out.scales[i / 2][i % 2][r]);
         load_entries<T, Shape::RUN, ALIGNED>(
-            biases + row, first, ENTRIES, out.biases[i / 2][i % 2][r]);
+            rows.biases[i / 2][i % 2], first, ENTRIES, out.biases[i / 2][i % 2][r]);
       }
     }
   }
@@ -283,38 +315,34 @@ inline void gemv_mma(
   constexpr int TILES = ROWS / 16;
   constexpr int TILE = ROWS * SIMDGROUPS / KSPLIT;
   constexpr int BATCHES = (K + Shape::BATCH - 1) / Shape::BATCH;
+  constexpr int STEPS = (BATCHES + KSPLIT - 1) / KSPLIT;
   constexpr int PAIRS = Shape::VALUES / 2;
   static_assert(ROWS % 16 == 0, "ROWS must be a multiple of 16");
   const int line = int(lane) / 4;
   const int team = int(lane) % 4;
   const int part = int(simdgroup) % KSPLIT;
 
-  // Row g of a multiply is of the tile's first run, row g + 8 of its second.
-  uint rows[TILES * 2];
-#pragma unroll
-  for (int i = 0; i < TILES * 2; i++) {
-    rows[i] = min((i % 2 == 0 ? first : second) + i / 2 * 8 + line, uint(N - 1));
-  }
+  MmaRows<T, TILES> rows;
+  find_rows<T, BITS, GROUP, K, N, TILES>(weight, scales, biases, first, second, lane, rows);
   float sums[TILES][Shape::BLOCKS][4];
 #pragma unroll
   for (int i = 0; i < TILES * Shape::BLOCKS * 4; i++) {
     sums[i / 4 / Shape::BLOCKS][i / 4 % Shape::BLOCKS][i % 4] = 0.0f;
   }
 
+  // Asked for before the norm, which takes as long as the trip to memory.
   MmaBatch<Shape, UNROLL, TILES> current;
-  if (part < BATCHES) {
-    load_batch<T, BITS, GROUP, K, M, UNROLL, TILES>(
-        weight, scales, biases, rows, part, team, current);
+  if (BATCHES >= KSPLIT || part < BATCHES) {
+    load_batch<T, BITS, GROUP, K, M, UNROLL, TILES>(rows, part, team, current);
   }
   if constexpr (NORM) {
     stage_normed<T, K, M, SIMDGROUPS>(x, norm, eps, staged, partial, simdgroup, lane);
   }
-#pragma unroll 2
-  for (int batch = part; batch < BATCHES; batch += KSPLIT) {
-    MmaBatch<Shape, UNROLL, TILES> next;
-    if (batch + KSPLIT < BATCHES) {
-      load_batch<T, BITS, GROUP, K, M, UNROLL, TILES>(
-          weight, scales, biases, rows, batch + KSPLIT, team, next);
+#pragma unroll 1
+  for (int step = 0; step < STEPS; step++) {
+    const int batch = step * KSPLIT + part;
+    if (BATCHES % KSPLIT != 0 && batch >= BATCHES) {
+      break;
     }
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
@@ -349,20 +377,22 @@ inline void gemv_mma(
                 products, current.weights[u][tile][0], current.weights[u][tile][1], pairs);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-              const int run = Shape::RUNS == 1 ? 0 : u;
-              const int at = Shape::RUNS == 1
-                                 ? u * Shape::CHUNK / GROUP + (Shape::GROUPS == 2 ? i % 2 : 0)
-                                 : i % 2;
+              const int run = Shape::GROUPS == 4 ? u : 0;
+              const int at = Shape::GROUPS == 4
+                                 ? i % 2
+                                 : u * Shape::CHUNK / GROUP + (Shape::GROUPS == 2 ? i % 2 : 0);
               const float scale = entry<T>(current.scales[tile][i / 2][run], at);
               const float bias = entry<T>(current.biases[tile][i / 2][run], at);
-              sums[tile][block][i] +=
-                  scale * products[i] + (bias - Shape::OFFSET * scale) * group_sums[i % 2];
+              sums[tile][block][i] += scale * products[i];
+              sums[tile][block][i] += (bias - Shape::OFFSET * scale) * group_sums[i % 2];
             }
           }
         }
       }
     }
-    current = next;
+    if (step + 1 < STEPS && (BATCHES % KSPLIT == 0 || batch + KSPLIT < BATCHES)) {
+      load_batch<T, BITS, GROUP, K, M, UNROLL, TILES>(rows, batch + KSPLIT, team, current);
+    }
   }
 
 #pragma unroll

@@ -15,9 +15,27 @@ inline vec<uint, 4> load_shared_words(const device uint* words) {
   uint a, b, c, d;
   asm("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
       : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
-      : "l"(words)
-      : "memory");
+      : "l"(words));
   return vec<uint, 4>(a, b, c, d);
+}
+
+// (word & mask) | bits, one instruction: left to itself the compiler makes two, for two immediates.
+inline uint masked_or(uint word, uint mask, uint bits) {
+  uint result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(word), "r"(mask), "r"(bits));
+  return result;
+}
+
+// The low halves of two words in one, and the high halves.
+inline uint low_halves(uint a, uint b) {
+  uint result;
+  asm("prmt.b32 %0, %1, %2, 0x5410;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+}
+inline uint high_halves(uint a, uint b) {
+  uint result;
+  asm("prmt.b32 %0, %1, %2, 0x7632;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
 }
 
 // d (16x8, float32) += a (16x16) b (16x8), two values of T in a register. With g = lane / 4 and

@@ -67,12 +67,14 @@ def test_positions_advance_C046(tokens_of):
 def test_rows_are_written_one_after_another_C046():
     """The unit form: a compiled step that writes to a slot given as an array."""
     cache = our_cache.KVCache()
-    cache.allocate(*[mx.zeros((1, 1, 4, 1))] * 2)
+    cache.make_room(*[mx.zeros((1, 1, 4, 1))] * 2, used=0)
     write = mx.compile(lambda buffer, x, slot: mx.slice_update(buffer, x, slot, axes=(2,)))
     for number in (1.0, 2.0, 3.0):
         slot, _ = cache.begin_step()
-        written = write(cache.keys, mx.full((1, 1, 1, 1), number), mx.array([slot]))
-        cache.end_step(written, cache.values, cache.offset + 1)
+        keys, values = cache.buffers()
+        written = write(keys, mx.full((1, 1, 1, 1), number), mx.array([slot]))
+        cache.replace(written, values)
+        cache.end_step(cache.offset + 1)
     assert cache.keys[0, 0, :5, 0].tolist() == [1, 2, 3, 0, 0]
 
 

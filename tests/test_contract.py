@@ -51,6 +51,19 @@ def cache_class_gone(patch):
     patch.delattr(cache, "BatchKVCache")
 
 
+def cache_attribute_renamed(patch):
+    def __init__(self, max_size, keep=0):
+        self.keys = self.values = None
+        self.offset = self.next_slot = 0
+        self.max_size, self.keep = max_size, keep
+
+    patch.setattr(cache.RotatingKVCache, "__init__", __init__)
+
+
+def cache_arguments_changed(patch):
+    patch.setattr(cache.BatchKVCache, "__init__", lambda self: None)
+
+
 def response_field_gone(patch):
     class GenerationResponse:
         def __init__(self, text, token, logprobs, from_draft, prompt_tokens, prompt_tps):
@@ -76,6 +89,8 @@ CHANGES = [
     (function_gone, "mlx_lm.utils.infer_quant_config is gone"),
     (cache_member_gone, "mlx_lm.models.cache.KVCache has no keys_and_values"),
     (cache_class_gone, "mlx_lm.models.cache.BatchKVCache has no update_and_fetch, prepare"),
+    (cache_attribute_renamed, "mlx_lm.models.cache.RotatingKVCache has no _idx"),
+    (cache_arguments_changed, "mlx_lm.models.cache.BatchKVCache has no left_padding, offset, _idx"),
     (response_field_gone, "GenerationResponse has no generation_tokens, generation_tps"),
     (response_gone, "mlx_lm.generate.GenerationResponse is gone"),
     (name_gone, "mlx_lm.sample_utils.greedy_sampler is gone"),
@@ -122,7 +137,7 @@ def test_stock_load_takes_our_keywords(monkeypatch, tmp_path):
 def test_every_name_that_we_import_is_in_the_contract():
     checked = {(module, name) for module, names in contract._NAMES for name in names}
     checked |= {(module, name) for module, name, _ in contract._FUNCTIONS}
-    checked |= {("mlx_lm.models.cache", name) for name, _ in contract._CACHES}
+    checked |= {("mlx_lm.models.cache", name) for name, *_ in contract._CACHES}
     used = set()
     for file in Path(husky_mlx.__file__).parent.rglob("*.py"):
         for node in ast.parse(file.read_text(encoding="utf-8")).body:

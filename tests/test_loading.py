@@ -180,6 +180,19 @@ def test_verbose_is_one_line_and_silence_is_silence(folder, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize(
+    "options, reason",
+    [({"backend": "mlx"}, "backend is mlx"), ({"fallback": "mlx"}, "rope_type is 'dynamic'")],
+)
+def test_verbose_says_that_mlx_lm_runs_and_why(copied, capfd, options, reason):
+    if "fallback" in options:
+        write(copied, FIX_B, rope_scaling=DYNAMIC)
+    load(str(copied), verbose=True, **options)
+    out, err = capfd.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert "mlx-lm's model class" in err and reason in err
+
+
 def test_a_fresh_process_prints_nothing(folder):
     code = (
         "from husky_mlx import load, generate\n"

@@ -6,9 +6,31 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from husky_mlx.matrix import Matrix
+from husky_mlx.ops.gemv import Platform, gemv_tile, launch_gemv
+
 
 def down_add(
     activated: mx.array, residual: mx.array, down_proj: Callable[[mx.array], mx.array]
 ) -> mx.array:
     """(B, 1, intermediate) projected and added to the residual (B, 1, hidden)."""
     return residual + down_proj(activated)
+
+
+def down_add_kernel(
+    activated: mx.array, residual: mx.array, matrix: Matrix, platform: Platform
+) -> mx.array:
+    """(M, K) projected and added to the residual (M, N)."""
+    m = activated.shape[0]
+    tile = gemv_tile("down_add", m, matrix, platform)
+    (y,) = launch_gemv(
+        "down_add",
+        matrix,
+        tile,
+        -(-matrix.rows // tile.outputs),
+        {"activated": activated, "residual": residual, "bias": matrix.bias},
+        [((m, matrix.rows), matrix.dtype)],
+        {"N": matrix.rows, "M": m, "HAS_BIAS": matrix.has_bias},
+        platform,
+    )
+    return y

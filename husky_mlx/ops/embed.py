@@ -7,9 +7,30 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from husky_mlx.device import activation_dtype
+from husky_mlx.kernels import launch
+from husky_mlx.matrix import Matrix
+from husky_mlx.ops.gemv import Platform
+from husky_mlx.policy import policy
+from husky_mlx.tiles import EmbedShape
 
 
 def embed(tokens: mx.array, embedding: Callable[[mx.array], mx.array]) -> mx.array:
     """(B, L) token ids -> (B, L, hidden) in the activation dtype."""
     x = embedding(tokens)
     return x.astype(activation_dtype(x.dtype))
+
+
+def embed_kernel(tokens: mx.array, table: Matrix, platform: Platform) -> mx.array:
+    """(M,) uint32 token ids -> (M, hidden) in the table's dtype."""
+    shape = EmbedShape(m=tokens.shape[0], width=table.columns)
+    tile = policy("embed", shape, table.bits, platform.chip)
+    (embedded,) = launch(
+        "embed",
+        {"tokens": tokens, **table.inputs},
+        [((shape.m, shape.width), table.dtype)],
+        {**table.template, "D": shape.width},
+        tile.grid(shape),  # type: ignore[arg-type]
+        tile.threadgroup,
+        platform.backend,
+    )
+    return embedded

@@ -6,9 +6,31 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from husky_mlx.matrix import Matrix
+from husky_mlx.ops.gemv import Platform, gemv_tile, launch_gemv
+
 
 def o_proj_add(
     attended: mx.array, residual: mx.array, o_proj: Callable[[mx.array], mx.array]
 ) -> mx.array:
     """(B, 1, heads * head_dim) projected and added to the residual (B, 1, hidden)."""
     return residual + o_proj(attended)
+
+
+def o_proj_add_kernel(
+    attended: mx.array, residual: mx.array, matrix: Matrix, platform: Platform
+) -> mx.array:
+    """(M, K) projected and added to the residual (M, N)."""
+    m = attended.shape[0]
+    tile = gemv_tile("o_proj_add", m, matrix, platform)
+    (y,) = launch_gemv(
+        "o_proj_add",
+        matrix,
+        tile,
+        -(-matrix.rows // tile.outputs),
+        {"attended": attended, "residual": residual, "bias": matrix.bias},
+        [((m, matrix.rows), matrix.dtype)],
+        {"N": matrix.rows, "M": m, "HAS_BIAS": matrix.has_bias},
+        platform,
+    )
+    return y

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from husky_mlx.matrix import Matrix
+from husky_mlx.ops.gemv import Platform, eps_bits, launch_gemv, normed
 from husky_mlx.pack import Projections
 
 
@@ -11,3 +13,22 @@ def rms_gate_up_swiglu(x: mx.array, norm: mx.array, eps: float, gate_up: Project
     """(B, 1, hidden) -> silu(gate) * up, (B, 1, intermediate)."""
     gate, up = gate_up(mx.fast.rms_norm(x, norm, eps))
     return gate * mx.sigmoid(gate) * up
+
+
+def rms_gate_up_swiglu_kernel(
+    x: mx.array, norm: mx.array, eps: float, matrix: Matrix, platform: Platform
+) -> mx.array:
+    """(M, hidden) -> silu(gate) * up, (M, intermediate); ``matrix`` has gate's rows, then up's."""
+    m, width = x.shape[0], matrix.rows // 2
+    x, tile = normed("rms_gate_up_swiglu", x, norm, eps, matrix, platform)
+    (activated,) = launch_gemv(
+        "rms_gate_up_swiglu",
+        matrix,
+        tile,
+        -(-width // (tile.outputs // 2)),
+        {"x": x, "norm": norm, "bias": matrix.bias},
+        [((m, width), matrix.dtype)],
+        {"N": width, "M": m, "HAS_BIAS": matrix.has_bias, "EPS_BITS": eps_bits(eps)},
+        platform,
+    )
+    return activated

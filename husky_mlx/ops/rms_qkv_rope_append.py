@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import mlx.core as mx
 
+from husky_mlx.matrix import Matrix
+from husky_mlx.ops.gemv import Platform, eps_bits, launch_gemv, normed
 from husky_mlx.ops.rotate import Rotation
 from husky_mlx.pack import Projections
 
@@ -32,3 +36,68 @@ def rms_qkv_rope_append(
     keys = mx.slice_update(keys, rotate(k, offset=positions), slot, axes=(2,))
     values = mx.slice_update(values, v, slot, axes=(2,))
     return rotate(q, offset=positions), keys, values
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How the rows of a fused qkv matrix make heads, and how they are rotated.
+
+    ``frequencies``: radians a position, float32 (head_dim / 2,).
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    frequencies: mx.array
+    traditional: bool
+
+
+def rms_qkv_rope_append_kernel(
+    x: mx.array,
+    norm: mx.array,
+    eps: float,
+    matrix: Matrix,
+    heads: Heads,
+    keys: mx.array,
+    values: mx.array,
+    positions: mx.array,
+    slot: mx.array,
+    batched: bool,
+    platform: Platform,
+) -> mx.array:
+    """(M, hidden) -> queries (M, heads, head_dim); ``keys`` and ``values`` gain rows in place.
+
+    Row m of a sequence goes to ``slot[0]`` + m; with ``batched`` each row has a sequence of its own
+    and all go to ``slot[0]``. Who reads the buffers must take the queries as an input too.
+    """
+    m = x.shape[0]
+    x, tile = normed("rms_qkv_rope_append", x, norm, eps, matrix, platform)
+    (queries,) = launch_gemv(
+        "rms_qkv_rope_append",
+        matrix,
+        tile,
+        (heads.heads + 2 * heads.kv_heads) * -(-heads.head_dim // tile.outputs),
+        {
+            "x": x,
+            "norm": norm,
+            "bias": matrix.bias,
+            "frequencies": heads.frequencies,
+            "positions": positions,
+            "slot": slot,
+            "keys": keys,
+            "values": values,
+        },
+        [((m, heads.heads, heads.head_dim), matrix.dtype)],
+        {
+            "M": m,
+            "HEADS": heads.heads,
+            "KV_HEADS": heads.kv_heads,
+            "D": heads.head_dim,
+            "EPS_BITS": eps_bits(eps),
+            "HAS_BIAS": matrix.has_bias,
+            "TRADITIONAL": heads.traditional,
+            "BATCHED": batched,
+        },
+        platform,
+    )
+    return queries

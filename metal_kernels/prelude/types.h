@@ -2,8 +2,8 @@
 // names, and 16-bit floats as classes. Shared by the CUDA prelude and the emulator, so that a body
 // which relies on anything else fails on both.
 //
-// Needs before it: HUSKY_FUNC (function qualifiers) and, in namespace metal, the two formats
-// Float16Format and Bfloat16Format, each with
+// Needs before it: HUSKY_FUNC (function qualifiers), INFINITY, NAN and, in namespace metal, the two
+// formats Float16Format and Bfloat16Format, each with implicit_from_float and
 //   static unsigned short encode(float);   static float decode(unsigned short);
 #pragma once
 
@@ -138,9 +138,13 @@ HUSKY_COMPARISON(!=)
 template <class To, class From>
 HUSKY_FUNC To as_type(From value) {
   static_assert(sizeof(To) == sizeof(From), "as_type: the two types differ in size");
-  To result;
-  __builtin_memcpy(&result, &value, sizeof(To));
-  return result;
+  union Bits {
+    From from;
+    To to;
+    HUSKY_FUNC Bits() {}
+  } bits;
+  bits.from = value;
+  return bits.to;
 }
 
 template <class T> struct numeric_limits;
@@ -156,13 +160,13 @@ HUSKY_INTEGER_LIMITS(short, -32768, 32767)
 HUSKY_INTEGER_LIMITS(ushort, 0, 65535)
 HUSKY_INTEGER_LIMITS(uchar, 0, 255)
 #undef HUSKY_INTEGER_LIMITS
-#define HUSKY_FLOAT_LIMITS(T, smallest, largest, step)                        \
-  template <> struct numeric_limits<T> {                                      \
-    static HUSKY_FUNC constexpr T min() { return T(smallest); }               \
-    static HUSKY_FUNC constexpr T lowest() { return T(-largest); }            \
-    static HUSKY_FUNC constexpr T max() { return T(largest); }                \
-    static HUSKY_FUNC constexpr T epsilon() { return T(step); }               \
-    static HUSKY_FUNC constexpr T infinity() { return T(__builtin_huge_valf()); } \
+#define HUSKY_FLOAT_LIMITS(T, smallest, largest, step)            \
+  template <> struct numeric_limits<T> {                          \
+    static HUSKY_FUNC T min() { return T(smallest); }             \
+    static HUSKY_FUNC T lowest() { return T(-largest); }          \
+    static HUSKY_FUNC T max() { return T(largest); }              \
+    static HUSKY_FUNC T epsilon() { return T(step); }             \
+    static HUSKY_FUNC T infinity() { return T(float(INFINITY)); } \
   };
 HUSKY_FLOAT_LIMITS(float, 1.175494351e-38f, 3.402823466e+38f, 1.192092896e-07f)
 HUSKY_FLOAT_LIMITS(half, 6.103515625e-05f, 65504.0f, 9.765625e-04f)
@@ -171,12 +175,6 @@ HUSKY_FLOAT_LIMITS(bfloat, 1.175494351e-38f, 3.38953139e38f, 7.8125e-3f)
 
 }  // namespace metal
 
-#ifndef INFINITY
-#define INFINITY (__builtin_huge_valf())
-#endif
-#ifndef NAN
-#define NAN (__builtin_nanf(""))
-#endif
 #define M_PI_F 3.14159265358979323846f
 #define M_LOG2E_F 1.44269504088896340736f
 #define M_LN2_F 0.69314718055994530942f

@@ -102,20 +102,21 @@ struct vec : VectorStorage<T, N> {
   using VectorStorage<T, N>::lanes;
 
   vec() = default;
+  // Written out: on CUDA to copy the whole word, in the emulator because the reference makes the
+  // compiler check its alignment, and everywhere because a swizzle's assignment copies no storage.
 #ifdef HUSKY_CUDA
   HUSKY_FUNC vec(const vec& other) { this->word = other.word; }
-#else
-  vec(const vec&) = default;
-#endif
-  // Written out because a swizzle's assignment is not a copy of its storage.
   HUSKY_FUNC vec& operator=(const vec& other) {
-#ifdef HUSKY_CUDA
     this->word = other.word;
-#else
-    __builtin_memcpy(this, &other, sizeof(vec));
-#endif
     return *this;
   }
+#else
+  HUSKY_FUNC vec(const vec& other) { __builtin_memcpy(this, &other, sizeof(vec)); }
+  HUSKY_FUNC vec& operator=(const vec& other) {
+    __builtin_memcpy(this, &other, sizeof(vec));
+    return *this;
+  }
+#endif
   HUSKY_FUNC vec(T value) {
     for (int i = 0; i < N; i++) lanes[i] = value;
   }

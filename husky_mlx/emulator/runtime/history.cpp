@@ -1,5 +1,7 @@
 // Races: two accesses to a byte, one of them a write, that no barrier orders. Threads of one
 // threadgroup pass its barriers together, so counters say it all: no vector clocks are needed.
+#include <stdio.h>
+
 #include "history.h"
 
 namespace emulator {
@@ -61,6 +63,17 @@ void add_read(Access& record, Access now) {
   abandon();
 }
 
+// Noted rather than reported at once: the write that comes too late makes it a race.
+void note_uninitialised(const Region& region, uint64_t offset, const Access& now) {
+  if (run.note[0] != '\0') return;
+  run.note_code = now.code;
+  snprintf(run.note, sizeof run.note,
+           "thread %u of threadgroup %u reads element %llu of %s '%s', which nothing has written",
+           now.thread, now.group - 1,
+           static_cast<unsigned long long>(offset / region.element_size), region.kind,
+           region.name);
+}
+
 }  // namespace
 
 const char* verb(EmulatorAccess access) {
@@ -75,16 +88,8 @@ void track(const Region& region, uint64_t offset, uint64_t size, EmulatorAccess 
     if (region.in_threadgroup && byte.write.group != now.group) byte.write.group = 0;
     if (region.in_threadgroup && byte.read.group != now.group) byte.read.group = 0;
     const bool written = byte.write.group != 0;
-    if (access != EMULATOR_WRITE && !written && !region.initialised) {
-      run.launch->failure.code[0] = code;
-      record_failure("uninitialised read",
-                     "thread %u of threadgroup %u reads element %llu of %s '%s', which nothing has "
-                     "written (at {0})",
-                     now.thread, now.group - 1,
-                     static_cast<unsigned long long>(i / region.element_size), region.kind,
-                     region.name);
-      abandon();
-    }
+    if (access != EMULATOR_WRITE && !written && !region.initialised)
+      note_uninitialised(region, i, now);
     if (written && !ordered(byte.write, now))
       fail_race(region, i, byte.write, "write", now, access);
     if (access == EMULATOR_READ) {

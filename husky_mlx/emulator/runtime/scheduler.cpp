@@ -129,6 +129,15 @@ void run_threadgroup(unsigned number) {
     if (!run.threads[i].returned) return report_divergence();
 }
 
+void report_note() {
+  if (run.failed || run.note[0] == '\0') return;
+  char text[sizeof run.note];
+  memcpy(text, run.note, sizeof text);
+  run.note[0] = '\0';
+  run.launch->failure.code[0] = run.note_code;
+  record_failure("uninitialised read", "%s (at {0})", text);
+}
+
 bool wait_together(const Thread* threads, unsigned count) {
   for (unsigned i = 1; i < count; i++)
     if (!same_wait(threads[0], threads[i])) return false;
@@ -159,8 +168,13 @@ void record_failure(const char* kind, const char* format, ...) {
   snprintf(failure.kind, sizeof failure.kind, "%s", kind);
   va_list arguments;
   va_start(arguments, format);
-  vsnprintf(failure.message, sizeof failure.message, format, arguments);
+  const int length = vsnprintf(failure.message, sizeof failure.message, format, arguments);
   va_end(arguments);
+  if (run.note[0] != '\0' && strcmp(kind, "race") != 0) {
+    failure.code[1] = run.note_code;
+    snprintf(failure.message + length, sizeof failure.message - length,
+             "; before that, %s (at {1})", run.note);
+  }
 }
 
 void abandon() {
@@ -204,9 +218,10 @@ void emulator_threadgroup_barrier(unsigned memory, EmulatorPlace place) {
 }
 
 // Returns 0, or 1 with launch->failure filled in. Not for two threads at once.
-__attribute__((visibility("default"))) int emulator_launch(Launch* launch) {
+int emulator_launch(Launch* launch) {
   run.launch = launch;
   run.failed = false;
+  run.note[0] = '\0';
   run.thread_count = launch->threads[0] * launch->threads[1] * launch->threads[2];
   random_state = 0x9E3779B97F4A7C15ull * (launch->seed + 1ull);
   if (stacks == nullptr) {
@@ -228,6 +243,7 @@ __attribute__((visibility("default"))) int emulator_launch(Launch* launch) {
       run_threadgroup(static_cast<unsigned>(number));
       number = (number + stride) % total;
     }
+    report_note();
   }
   close_buffers();
   return run.failed;

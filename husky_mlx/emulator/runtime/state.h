@@ -25,7 +25,7 @@ struct Buffer {
 };
 struct Failure {
   char kind[32];
-  char message[1024];  // {0} and {1} stand for the lines of the two code addresses
+  char message[1536];  // {0} and {1} stand for the lines of the two code addresses
   int64_t code[2];     // relative to emulator_thread
 };
 struct Launch {
@@ -68,12 +68,14 @@ struct Run {
   unsigned group[3];
   unsigned group_number;  // from 1
   Thread* current;
+  char note[200];  // the first read of unwritten memory, or empty
+  int64_t note_code;
   void* scheduler_stack;
   void* pointers[kMaxBuffers];  // what emulator_thread gets
 };
 extern Run run;
 
-// Records the first failure of the launch.
+// Records the first failure of the launch, with the note about unwritten memory if there is one.
 __attribute__((format(printf, 2, 3))) void record_failure(const char* kind, const char* format, ...);
 // Leaves the current thread for good; the scheduler ends the launch.
 [[noreturn]] void abandon();

@@ -1,0 +1,186 @@
+"""Key and value buffers of fixed capacity that a kernel may write in place, behind MLX's back.
+
+MLX tracks neither such a write nor who else sees the buffer, so three rules stand here:
+
+* order: ``ordering`` is an output of the step that wrote last; it is evaluated before anybody but
+  the next step reads the buffers (``keys`` and ``values`` do that);
+* ownership: only buffers that were allocated or copied here are written in place, others first
+  become a copy;
+* exposure: rows that somebody may still see are never overwritten in place: a step that must (after
+  a trim, in a ring that went round) writes to a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from husky_mlx.device import growth_step
+from husky_mlx.errors import ContextLimitError
+
+
+def next_capacity(current: int, needed: int, limit: int | None = None, step: int = 256) -> int:
+    """Rows to allocate so that ``needed`` fit: ``step`` more, or an eighth more where that is more.
+
+    A first allocation is what the prompt needs, rounded up to ``step``. 256 is mlx-lm's own growth.
+    ``limit`` caps the result but never below ``needed``.
+    """
+    if needed <= current:
+        return current
+    grown = current + current // 8 // step * step
+    target = max(-(-needed // step) * step, grown)
+    return max(needed, target if limit is None else min(target, limit))
+
+
+def check_limit(rows: int, limit: int | None) -> None:
+    """Raise ContextLimitError if ``rows`` tokens are more than the user allowed."""
+    if limit is not None and rows > limit:
+        raise ContextLimitError(f"{rows} tokens do not fit max_context={limit}")
+
+
+def check_layout(buffer: mx.array, kv_heads: int, head_dim: int) -> None:
+    """Raise ValueError for a KV buffer (B, kv_heads, capacity, head_dim) of other heads."""
+    found = (buffer.shape[1], buffer.shape[3])
+    if found != (kv_heads, head_dim):
+        raise ValueError(
+            f"the prompt cache holds {found[0]} key/value heads of {found[1]} and the model has "
+            f"{kv_heads} of {head_dim}: it was filled by another model"
+        )
+
+
+def handles(state: Sequence[Any]) -> tuple[Any, ...]:
+    """The same arrays as other Python objects: mlx-lm's caches assign items in place, and who
+    holds a state must not see that."""
+    return tuple(value[...] if isinstance(value, mx.array) else value for value in state)
+
+
+class CacheBuffers:
+    """Keys and values (B, kv_heads, capacity, head_dim), growth, and the rules for writing them."""
+
+    limit: int | None = None
+    expected: int = 0
+    ordering: mx.array | None = None
+    _keys: mx.array | None = None
+    _values: mx.array | None = None
+    _owned: bool = False
+    _exposed: int = 0
+
+    def rows(self) -> int:
+        """How many rows of the buffers are in use."""
+        raise NotImplementedError
+
+    @property
+    def keys(self) -> Any:
+        """The buffer, None when empty, up to date with every step."""
+        self._show()
+        return self._keys
+
+    @keys.setter
+    def keys(self, buffer: mx.array | None) -> None:
+        self._keys, self._owned = buffer, False
+
+    @property
+    def values(self) -> Any:
+        """The buffer, None when empty, up to date with every step."""
+        self._show()
+        return self._values
+
+    @values.setter
+    def values(self, buffer: mx.array | None) -> None:
+        self._values, self._owned = buffer, False
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """What mlx-lm's class of this name saves, in its order."""
+        return handles(super().state)  # type: ignore[misc]
+
+    @state.setter
+    def state(self, state: tuple[Any, ...]) -> None:
+        super(CacheBuffers, type(self)).state.fset(self, handles(state))  # type: ignore[misc]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated."""
+        return 0 if self._keys is None else self._keys.nbytes + self._values.nbytes  # type: ignore[union-attr]
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        """A cache of its own: one real copy."""
+        self.settle()
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(copy.deepcopy({**self.__dict__, "_keys": None, "_values": None}))
+        copied._keys, copied._values = self._keys, self._values
+        copied._own()
+        return copied
+
+    def empty(self) -> bool:
+        """Whether nothing was ever put in."""
+        return self._keys is None
+
+    def expect(self, tokens: int) -> None:
+        """Say how many tokens a prompt will make, so that its first buffers hold them all."""
+        self.expected = tokens
+
+    def capacity(self) -> int:
+        return 0 if self._keys is None else self._keys.shape[2]
+
+    def next_capacity(self, rows: int, limit: int | None = None) -> int:
+        """What ``rows`` rows make of the present capacity on this device."""
+        return next_capacity(self.capacity(), rows, limit, growth_step())
+
+    def make_room(self, keys: mx.array, values: mx.array, used: int) -> None:
+        """Allocate or grow so that ``keys`` and ``values`` fit behind the first ``used`` rows."""
+        rows = used + keys.shape[2]
+        check_limit(rows, self.limit)
+        if self._keys is None:
+            capacity = self.next_capacity(max(keys.shape[2], self.expected), self.limit)
+            shapes = ((*x.shape[:2], capacity, x.shape[3]) for x in (keys, values))
+            self._take(mx.zeros(shape, keys.dtype) for shape in shapes)
+        else:
+            check_layout(self._keys, keys.shape[1], keys.shape[3])
+            self.grow(max(rows, self.expected), used, self.limit)
+
+    def grow(self, rows: int, used: int, limit: int | None = None) -> None:
+        """Make room for ``rows`` rows, keeping the first ``used``: one copy of the buffers."""
+        # Every layer asks at every token: the usual answer costs one comparison.
+        if rows > self.capacity():
+            capacity = self.next_capacity(rows, limit)
+            self.settle()
+            padding = [(0, 0), (0, 0), (0, capacity - used), (0, 0)]
+            self._take(mx.pad(x[..., :used, :], padding) for x in (self._keys, self._values))  # type: ignore[index]
+
+    def buffers(self) -> tuple[mx.array, mx.array]:
+        """Keys and values for the next step alone: not settled, not counted as shown."""
+        assert self._keys is not None and self._values is not None
+        return self._keys, self._values
+
+    def replace(self, keys: mx.array, values: mx.array) -> None:
+        """Take the buffers that a step made of ours."""
+        self._keys, self._values = keys, values
+
+    def allow_writing(self, slot: int) -> None:
+        """See to it that a kernel may write rows from ``slot`` on in place: copy if need be."""
+        if not self._owned or slot < self._exposed:
+            self.settle()
+            self._own()
+
+    def settle(self) -> None:
+        """Wait for the step that wrote last."""
+        if self.ordering is not None:
+            mx.eval(self.ordering)
+            self.ordering = None
+
+    def _take(self, buffers: Iterable[mx.array]) -> None:
+        self._keys, self._values = buffers
+        self._owned, self._exposed = True, 0
+
+    def _own(self) -> None:
+        if self._keys is not None and self._values is not None:
+            self._take(mx.contiguous(mx.array(x)) for x in (self._keys, self._values))
+
+    def _show(self) -> None:
+        if self._keys is not None:
+            self.settle()
+            self._exposed = max(self._exposed, self.rows())

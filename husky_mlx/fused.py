@@ -1,0 +1,182 @@
+"""The decode step made of fused kernels: five launches a layer, keys and values written in place.
+
+The same step as ``freeze.StepGraph``, which is its twin in plain ``mx`` code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from husky_mlx.config import LlamaConfig
+from husky_mlx.matrix import Matrix, matrix_of
+from husky_mlx.ops.attention_decode import attention_decode_kernel
+from husky_mlx.ops.down_add import down_add_kernel
+from husky_mlx.ops.embed import embed_kernel
+from husky_mlx.ops.gemv import Platform
+from husky_mlx.ops.o_proj_add import o_proj_add_kernel
+from husky_mlx.ops.rms_gate_up_swiglu import rms_gate_up_swiglu_kernel
+from husky_mlx.ops.rms_lm_head import rms_lm_head_argmax_kernel, rms_lm_head_kernel
+from husky_mlx.ops.rms_qkv_rope_append import Heads, rms_qkv_rope_append_kernel
+from husky_mlx.pack import StepWeights
+from husky_mlx.plan import Plan
+
+ORDER_SIZE = 8  # smaller inputs are in another address space on Metal
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """One transformer layer as the kernels take it."""
+
+    input_norm: mx.array
+    qkv: Matrix
+    o_proj: Matrix
+    post_norm: mx.array
+    gate_up: Matrix
+    down_proj: Matrix
+
+
+@dataclass(frozen=True)
+class FusedWeights:
+    """Everything that the fused step holds constant, in one dtype."""
+
+    embedding: Matrix
+    layers: list[FusedLayer]
+    norm: mx.array
+    head: Matrix
+    heads: Heads
+
+
+def fused_weights(config: LlamaConfig, weights: StepWeights) -> FusedWeights | str:
+    """The step's weights for the kernels, or the first reason for which they cannot take them."""
+    found: dict[str, Matrix] = {}
+
+    def matrix(name: str, source: Any) -> Matrix:
+        made = matrix_of(source)
+        if isinstance(made, str):
+            raise _NoKernel(f"{name}: no kernel for {made}")
+        if found and made.dtype != next(iter(found.values())).dtype:
+            first, other = next(iter(found.items()))
+            raise _NoKernel(f"{name} is {made.dtype}, {first} is {other.dtype}")
+        found[name] = made
+        return made
+
+    if config.head_dim % 16 or config.head_dim > 256:
+        return f"no kernel for head_dim {config.head_dim}"
+    try:
+        embedding = matrix("embed_tokens", weights.embedding)
+        layers = [
+            FusedLayer(
+                input_norm=layer.input_norm.astype(embedding.dtype),
+                qkv=matrix(f"layers.{i}.qkv", layer.qkv),
+                o_proj=matrix(f"layers.{i}.o_proj", layer.o_proj),
+                post_norm=layer.post_norm.astype(embedding.dtype),
+                gate_up=matrix(f"layers.{i}.gate_up", layer.gate_up),
+                down_proj=matrix(f"layers.{i}.down_proj", layer.down_proj),
+            )
+            for i, layer in enumerate(weights.layers)
+        ]
+        head = matrix("lm_head", weights.embedding if config.tie_word_embeddings else weights.head)
+    except _NoKernel as reason:
+        return str(reason)
+    heads = Heads(
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        frequencies=mx.array(config.rope.frequencies(config.head_dim)),
+        traditional=config.rope.traditional,
+    )
+    made = FusedWeights(
+        embedding=embedding,
+        layers=layers,
+        norm=weights.norm.astype(embedding.dtype),
+        head=head,
+        heads=heads,
+    )
+    # A constant that is not evaluated yet would be computed again at every call.
+    mx.eval(made.norm, heads.frequencies, [(x.input_norm, x.post_norm) for x in layers])
+    return made
+
+
+class _NoKernel(Exception):
+    """A weight that no kernel takes."""
+
+
+class FusedGraph:
+    """The step as plain functions of arrays, for ``mx.compile``; see ``freeze.StepGraph``.
+
+    Besides its results each function returns an array that depends on every append: whoever reads
+    the KV buffers other than through this graph must evaluate it first.
+    """
+
+    in_place = True
+
+    def __init__(self, config: LlamaConfig, weights: FusedWeights, plan: Plan, platform: Platform):
+        self.config = config
+        self.weights = weights
+        self.plan = plan
+        self.platform = platform
+        self.kind_of_layer = config.kind_of_layer
+        self.nothing_before = mx.zeros((ORDER_SIZE,), weights.embedding.dtype)
+        mx.eval(self.nothing_before)
+
+    def logits(self, tokens: mx.array, *rest: Any) -> tuple[mx.array, mx.array]:
+        """(B, L) tokens -> logits (B, L, vocabulary), and the order of the appends."""
+        x = self._residual(tokens, *rest)
+        eps = self.config.rms_norm_eps
+        logits = rms_lm_head_kernel(x, self.weights.norm, eps, self.weights.head, self.platform)
+        return logits.reshape(*tokens.shape, -1), _order(x)
+
+    def greedy(self, tokens: mx.array, *rest: Any) -> tuple[mx.array, mx.array, mx.array]:
+        """``logits`` with the most likely tokens (B, L) before them."""
+        x = self._residual(tokens, *rest)
+        eps = self.config.rms_norm_eps
+        logits, best = rms_lm_head_argmax_kernel(
+            x, self.weights.norm, eps, self.weights.head, self.platform
+        )
+        return best.reshape(tokens.shape), logits.reshape(*tokens.shape, -1), _order(x)
+
+    def _residual(
+        self,
+        tokens: mx.array,
+        positions: mx.array,
+        left_padding: mx.array | None,
+        places: list[mx.array],
+        keys: list[mx.array],
+        values: list[mx.array],
+        before: mx.array,
+    ) -> mx.array:
+        """(B, L) tokens at ``positions`` (B * L,) -> the last residual (B * L, hidden)."""
+        self.plan.count("traces")
+        eps, platform = self.config.rms_norm_eps, self.platform
+        x = embed_kernel(tokens.reshape(-1), before, self.weights.embedding, platform)
+        for i, (kind, layer) in enumerate(
+            zip(self.kind_of_layer, self.weights.layers, strict=True)
+        ):
+            queries = rms_qkv_rope_append_kernel(
+                x,
+                layer.input_norm,
+                eps,
+                layer.qkv,
+                self.weights.heads,
+                keys[i],
+                values[i],
+                positions,
+                places[kind],
+                left_padding is not None,
+                platform,
+            )
+            attended = attention_decode_kernel(
+                queries, keys[i], values[i], places[kind], left_padding, platform
+            )
+            x = o_proj_add_kernel(attended, x, layer.o_proj, platform)
+            activated = rms_gate_up_swiglu_kernel(x, layer.post_norm, eps, layer.gate_up, platform)
+            x = down_add_kernel(activated, x, layer.down_proj, platform)
+        return x
+
+
+def _order(x: mx.array) -> mx.array:
+    """A view of the last residual, of one size whatever the number of rows."""
+    return x.reshape(-1)[:ORDER_SIZE]

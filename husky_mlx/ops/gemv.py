@@ -1,0 +1,72 @@
+"""What the launches of the matrix-vector kernels share."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from husky_mlx.chips import Chip
+from husky_mlx.kernels import ArraySpec, launch
+from husky_mlx.matrix import Matrix
+from husky_mlx.policy import policy
+from husky_mlx.tiles import GemvShape, GemvTile
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Where kernels are launched: the chip for the policy, the backend for the launch."""
+
+    chip: Chip
+    backend: str
+
+
+def eps_bits(eps: float) -> int:
+    """The bits of a float32 epsilon as the integer that a kernel's template takes."""
+    return struct.unpack("<i", struct.pack("<f", eps))[0]
+
+
+def normed(
+    op: str, x: mx.array, norm: mx.array, eps: float, matrix: Matrix, platform: Platform
+) -> tuple[mx.array, GemvTile]:
+    """x (M, K), normed here unless the kernel does it, and the tile for the projection."""
+    tile = gemv_tile(op, x.shape[0], matrix, platform, norm=True)
+    return (x if tile.norm else mx.fast.rms_norm(x, norm, eps)), tile
+
+
+def gemv_tile(
+    op: str, rows: int, matrix: Matrix, platform: Platform, norm: bool = False
+) -> GemvTile:
+    """The policy's tile for ``rows`` rows of x against ``matrix``."""
+    shape = GemvShape(m=rows, n=matrix.rows, k=matrix.columns, norm=norm)
+    tile = policy(op, shape, matrix.bits, platform.chip)
+    assert isinstance(tile, GemvTile)
+    return tile
+
+
+def launch_gemv(
+    op: str,
+    matrix: Matrix,
+    tile: GemvTile,
+    threadgroups: int,
+    inputs: Mapping[str, mx.array],
+    outputs: Sequence[ArraySpec],
+    template: Mapping[str, Any],
+    platform: Platform,
+) -> list[mx.array]:
+    """Launch ``op`` over ``threadgroups`` tiles of ``matrix``."""
+    cut = tile.template()
+    if "norm" not in inputs:
+        del cut["NORM"]
+    return launch(
+        op,
+        {**inputs, **matrix.inputs},
+        outputs,
+        {**matrix.template, "K": matrix.columns, **cut, **template},
+        (threadgroups * tile.threadgroup[0], 1, 1),
+        tile.threadgroup,
+        platform.backend,
+    )

@@ -1,0 +1,23 @@
+// inputs: x norm weight scales biases
+// outputs: logits
+// template: T OUT BITS GROUP K N M ROWS SIMDGROUPS KSPLIT UNROLL NORM EPS_BITS
+#include "gemv.h"
+// logits (M, N), of type OUT, of x (M, K) after RMS norm by norm (K,); NORM false: x is normed
+// already. EPS_BITS: the norm's float32 epsilon as an integer. Grid: a threadgroup a tile of rows.
+constexpr int TILE = ROWS * SIMDGROUPS / KSPLIT;
+constexpr int STAGED = gemv_staged<T, K, M, NORM>();
+constexpr int SUMS = gemv_partial<M, ROWS, SIMDGROUPS, KSPLIT>();
+threadgroup float4 staged[STAGED];
+threadgroup float partial[SUMS];
+const float eps = as_type<float>(EPS_BITS);
+const uint first = threadgroup_position_in_grid.x * TILE;
+gemv<T, BITS, GROUP, K, N, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, NORM>(
+    x, norm, eps, weight, scales, biases, first, first + TILE / 2, staged, partial,
+    simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+for (uint i = thread_index_in_threadgroup; i < M * TILE; i += 32 * SIMDGROUPS) {
+  const uint m = i / TILE;
+  const uint row = first + i % TILE;
+  if (row < N) {
+    logits[m * N + row] = OUT(gemv_value<T, K, M, TILE, KSPLIT, NORM>(partial, eps, m, i % TILE));
+  }
+}

@@ -1,0 +1,185 @@
+"""The attention kernels, run from their Metal source in the emulator, against numpy in float64."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from husky_mlx import chips, kernels
+from husky_mlx.policy import policy
+from husky_mlx.tiles import AttentionShape, AttentionTile, CombineTile
+
+LIVE = (1, 2, 31, 32, 33, 255, 256, 257)
+# Largest error over the largest output: the rounding of the output, and float32 sums.
+TOLERANCE = {mx.float32: 2e-6, mx.float16: 6e-4, mx.bfloat16: 4.5e-3}
+
+
+def expected(queries, keys, values, live, padding):
+    """Softmax attention in float64. ``padding`` is None for consecutive rows of one sequence."""
+    m, heads, head_dim = queries.shape
+    group = heads // keys.shape[1]
+    out = np.zeros_like(queries)
+    for row in range(m):
+        batch, start, end = (0, 0, live + row) if padding is None else (row, padding[row], live)
+        for head in range(heads):
+            scores = keys[batch, head // group, start:end] @ queries[row, head] / head_dim**0.5
+            weights = np.exp(scores - scores.max())
+            out[row, head] = weights @ values[batch, head // group, start:end] / weights.sum()
+    return out
+
+
+def error(shape, dtype, live, tile, padding=None, seed=0, spread=3.0):
+    """Runs both kernels as needed; dead and padded rows are NaN, so that none may be looked at."""
+    rng = np.random.default_rng(seed)
+    kv_shape = (shape.m if shape.batched else 1, shape.kv_heads, shape.rows, shape.head_dim)
+    queries, keys, values = (
+        mx.array(rng.standard_normal(size) * scale).astype(dtype)
+        for size, scale in (
+            ((shape.m, shape.heads, shape.head_dim), spread),
+            (kv_shape, 1.0),
+            (kv_shape, 1.0),
+        )
+    )
+    exact = [np.array(x.astype(mx.float32)).astype(np.float64) for x in (queries, keys, values)]
+    for buffer in (keys, values):
+        buffer[:, :, live if shape.batched else live + shape.m - 1 :] = float("nan")
+        for row, pad in enumerate(padding or []):
+            buffer[row, :, :pad] = float("nan")
+    split = tile.splits > 1
+    out = (shape.m, shape.heads, shape.head_dim)
+    (attended,) = kernels.launch(
+        "attention_decode",
+        {
+            "queries": queries,
+            "keys": keys,
+            "values": values,
+            "place": mx.array([live - 1, live], mx.int32),
+            "left_padding": mx.array(padding or [0], mx.int32),
+        },
+        [((tile.partials(shape),), mx.float32) if split else (out, dtype)],
+        {
+            "T": dtype,
+            "M": shape.m,
+            "HEADS": shape.heads,
+            "KV_HEADS": shape.kv_heads,
+            "D": shape.head_dim,
+            "BATCHED": shape.batched,
+            **tile.template(),
+        },
+        tile.grid(shape),
+        tile.threadgroup,
+        backend="emulator",
+    )
+    if split:
+        combine = CombineTile(tile.splits, 2)
+        (attended,) = kernels.launch(
+            "attention_combine",
+            {"partials": attended},
+            [(out, dtype)],
+            {
+                "T": dtype,
+                "VECTORS": shape.m * shape.heads,
+                "D": shape.head_dim,
+                **combine.template(),
+            },
+            combine.grid(shape),
+            combine.threadgroup,
+            backend="emulator",
+        )
+    wanted = expected(*exact, live, padding)
+    found = np.array(attended.astype(mx.float32)).astype(np.float64)
+    return np.abs(found - wanted).max() / np.abs(wanted).max()
+
+
+def check(shape, dtype, live, tile, padding=None, **how):
+    found = error(shape, dtype, live, tile, padding, **how)
+    assert found <= TOLERANCE[dtype], f"{shape} {dtype} live {live} {tile}: {found:.2e}"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "lanes", "unroll"),
+    [
+        (64, mx.float16, 8, 2),
+        (64, mx.bfloat16, 8, 4),
+        (64, mx.float32, 16, 2),
+        (80, mx.float16, 8, 1),
+        (80, mx.float32, 8, 2),
+        (96, mx.bfloat16, 8, 2),
+        (128, mx.float16, 16, 4),
+        (128, mx.bfloat16, 16, 2),
+        (16, mx.float16, 2, 2),
+        (256, mx.float32, 32, 1),
+    ],
+)
+def test_every_head_dim_and_live_length(head_dim, dtype, lanes, unroll):
+    """The cache has more rows than are live, and what they hold is NaN."""
+    for live in LIVE:
+        shape = AttentionShape(1, 4, 1, head_dim, rows=live + 7)
+        check(shape, dtype, live, AttentionTile(4, lanes, 1, 2, unroll))
+
+
+@pytest.mark.parametrize("splits", [1, 4, 8])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, mx.float16), (80, mx.float32)])
+def test_splits_of_the_context(splits, head_dim, dtype):
+    """Short contexts leave most splits without a row."""
+    shape = AttentionShape(1, 6, 2, head_dim, rows=300)
+    for live in LIVE:
+        check(shape, dtype, live, AttentionTile(3, 8, splits, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "queries"),
+    # Groups of 1, 3, 4 and 8; whole groups in a threadgroup, and slices of one.
+    [(3, 3, 1), (9, 3, 3), (4, 1, 4), (8, 2, 2), (8, 1, 8), (16, 2, 4)],
+)
+def test_grouped_heads(heads, kv_heads, queries):
+    for live in (1, 33, 256):
+        shape = AttentionShape(1, heads, kv_heads, 64, rows=260)
+        check(shape, mx.float16, live, AttentionTile(queries, 8, 1, 2, 2))
+
+
+@pytest.mark.parametrize("m", [2, 3, 4])
+@pytest.mark.parametrize(("splits", "queries"), [(1, 2), (4, 4)])
+def test_rows_of_one_sequence_see_what_is_before_them(m, splits, queries):
+    """Row m sees the rows of the tokens before it and its own, and not the next one's."""
+    shape = AttentionShape(m, 4, 1, 64, rows=264)
+    for live in (1, 2, 31, 32, 257):
+        check(shape, mx.bfloat16, live, AttentionTile(queries, 8, splits, 2, 2))
+
+
+def test_a_slice_of_vectors_may_span_rows():
+    """Three heads of two rows in one threadgroup: not all of its vectors see equally many rows."""
+    shape = AttentionShape(2, 3, 1, 64, rows=40)
+    for live in (1, 5, 32):
+        check(shape, mx.float32, live, AttentionTile(6, 16, 4, 2, 1))
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 4])
+@pytest.mark.parametrize("splits", [1, 4])
+def test_batched_rows_start_after_their_padding(m, splits):
+    shape = AttentionShape(m, 4, 2, 64, rows=264, batched=True)
+    for live in (32, 33, 257):
+        padding = [0, 7, live - 1, 31][:m]
+        check(shape, mx.float16, live, AttentionTile(2, 8, splits, 2, 2), padding)
+
+
+def test_scores_far_apart_and_far_from_zero():
+    """Weights of 1 and 0, and a maximum that moves from block to block."""
+    shape = AttentionShape(1, 4, 1, 64, rows=300)
+    for splits in (1, 8):
+        check(shape, mx.float16, 257, AttentionTile(4, 8, splits, 2, 2), spread=60.0, seed=3)
+
+
+@pytest.mark.parametrize("chip", ["m1", "m4max-40c", "sm_90"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        AttentionShape(1, 9, 3, 64, rows=2048),
+        AttentionShape(4, 8, 2, 128, rows=1024, batched=True),
+    ],
+)
+def test_the_policys_own_tiles(chip, shape):
+    tile = policy("attention_decode", shape, 16, chips.parse(chip))
+    padding = [0, 3, 40, 299] if shape.batched else None
+    check(shape, mx.float16, 300, tile, padding)

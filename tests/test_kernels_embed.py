@@ -1,0 +1,87 @@
+"""The embedding kernel, run from its Metal source in the emulator, against numpy in float64."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from husky_mlx import chips, kernels
+from husky_mlx.policy import policy
+from husky_mlx.tiles import EmbedShape
+
+# Half a unit in the last place of the output's type, over its largest value.
+TOLERANCE = {mx.float32: 1e-7, mx.float16: 5e-4, mx.bfloat16: 4e-3}
+
+
+def unpack(words, bits):
+    """MLX's packing: the first value of a uint32 is in its lowest bits."""
+    shifts = np.arange(32 // bits, dtype=np.uint32) * bits
+    codes = (words[..., None] >> shifts) & np.uint32(2**bits - 1)
+    return codes.reshape(*words.shape[:-1], -1).astype(np.float64)
+
+
+def exact(array):
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def run(tokens, weight, scales, biases, *, width, bits, group, dtype):
+    shape = EmbedShape(len(tokens), width)
+    tile = policy("embed", shape, bits, chips.parse("m1"))
+    (embedded,) = kernels.launch(
+        "embed",
+        {
+            "tokens": mx.array(tokens, mx.uint32),
+            "weight": weight,
+            "scales": scales,
+            "biases": biases,
+        },
+        [((len(tokens), width), dtype)],
+        {"T": dtype, "D": width, "BITS": bits, "GROUP": group, **tile.template()},
+        tile.grid(shape),
+        tile.threadgroup,
+        backend="emulator",
+    )
+    return exact(embedded)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize(
+    ("bits", "group", "width", "vocabulary"),
+    # SmolLM2's width of 576, which fills no whole threadgroup, and an odd vocabulary.
+    [(4, 32, 576, 101), (4, 64, 64, 40), (8, 128, 256, 33), (8, 64, 576, 101)],
+)
+def test_quantized_rows(bits, group, width, vocabulary, dtype):
+    rng = np.random.default_rng(bits * width)
+    words = rng.integers(0, 2**32, (vocabulary, width * bits // 32), dtype=np.uint32)
+    scales, biases = (
+        mx.array(rng.standard_normal((vocabulary, width // group))).astype(dtype) for _ in range(2)
+    )
+    tokens = [0, vocabulary - 1, 7, 7]
+    table = unpack(words, bits) * np.repeat(exact(scales), group, axis=1)
+    wanted = (table + np.repeat(exact(biases), group, axis=1))[tokens]
+    found = run(
+        tokens, mx.array(words), scales, biases, width=width, bits=bits, group=group, dtype=dtype
+    )
+    assert np.abs(found - wanted).max() <= TOLERANCE[dtype] * np.abs(wanted).max()
+
+
+def test_scales_of_another_dtype_than_the_activations():
+    """A GGUF file's scales are float16, whatever the activations are."""
+    rng = np.random.default_rng(1)
+    weight, scales, biases = mx.quantize(
+        mx.array(rng.standard_normal((50, 64))).astype(mx.float16), group_size=32, bits=8
+    )
+    wanted = unpack(np.array(weight), 8) * np.repeat(exact(scales), 32, axis=1)
+    wanted = (wanted + np.repeat(exact(biases), 32, axis=1))[[49]]
+    found = run([49], weight, scales, biases, width=64, bits=8, group=32, dtype=mx.float32)
+    assert np.abs(found - wanted).max() <= 1e-7 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+def test_a_dense_table_is_copied(dtype):
+    rng = np.random.default_rng(2)
+    table = mx.array(rng.standard_normal((101, 96))).astype(dtype)
+    tokens = [100, 0, 55]
+    found = run(tokens, table, table, table, width=96, bits=16, group=32, dtype=dtype)
+    np.testing.assert_array_equal(found, exact(table)[tokens])

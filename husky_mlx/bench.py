@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -73,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("backend", "max_context", "max_kv_size"):
         if getattr(args, name, None) is not None:
             raise HuskyError(f"--{name.replace('_', '-')} does not apply here: use --engines")
+    if not 0 <= args.temp < math.inf:
+        raise HuskyError(f"--temp must be a number from 0 up, found {args.temp}")
     defaults = {"bits": 4, "group_size": 64, "dtype": "bfloat16"}
     weights = {name: getattr(args, name) for name in defaults}
     if args.shape:
@@ -208,7 +211,7 @@ def interleave(names: Sequence[str], rounds: int) -> list[list[str]]:
 
 def _at_least(smallest: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if not text.isdigit() or int(text) < smallest:
+        if not text.isdecimal() or int(text) < smallest:
             raise argparse.ArgumentTypeError(f"expected a number from {smallest} up, found {text}")
         return int(text)
 

@@ -20,6 +20,7 @@ import mlx.core as mx
 
 from husky_mlx.device import growth_step
 from husky_mlx.errors import ContextLimitError
+from husky_mlx.places import NextPlace
 
 
 def next_capacity(current: int, needed: int, limit: int | None = None, step: int = 256) -> int:
@@ -63,6 +64,7 @@ class CacheBuffers:
     limit: int | None = None
     expected: int = 0
     ordering: mx.array | None = None
+    next_place: NextPlace | None = None
     _keys: mx.array | None = None
     _values: mx.array | None = None
     _owned: bool = False

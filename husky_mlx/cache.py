@@ -24,9 +24,10 @@ def check_growth(caches: Sequence[Any], tokens: int, row_bytes: int) -> None:
     before any is allocated, with one layer's old buffer alive beside its new one. The message says
     how many tokens would fit.
     """
-    growth = largest = rows = 0
+    growth = largest = most = 0
     for cache in caches:
         rows = cache.capacity_for(tokens)
+        most = max(most, rows)  # windows have fewer
         growth += max(rows - cache.capacity(), 0) * row_bytes
         largest = max(largest, cache.capacity() * row_bytes)
     if growth:
@@ -34,7 +35,7 @@ def check_growth(caches: Sequence[Any], tokens: int, row_bytes: int) -> None:
         spare = max(memory_left() - largest, 0) // row_bytes
         require_memory(
             growth + largest,
-            f"A KV cache of {rows:,} tokens",
+            f"A KV cache of {most:,} tokens",
             f"About {(held + spare) // len(caches):,} tokens would fit.",
         )
 

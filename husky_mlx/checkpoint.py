@@ -1,4 +1,4 @@
-"""Checkpoints as one thing: a config and lazy weights under mlx-lm's parameter names, checked."""
+"""Checkpoints as one thing: a config and weights under mlx-lm's parameter names, checked."""
 
 from __future__ import annotations
 
@@ -22,34 +22,35 @@ _OTHER_FORMATS = ("pytorch_model*.bin", "consolidated*.safetensors", "consolidat
 
 @dataclass
 class Checkpoint:
-    """``config`` as in config.json, ``weights`` lazy, ``kind`` "safetensors" or "gguf"."""
+    """``config`` as in config.json, ``weights`` by parameter name, ``lazy`` if they are not in
+    memory yet, ``notes`` what a user should be warned of."""
 
-    path: Path
-    kind: str
     config: dict[str, Any]
     weights: dict[str, mx.array]
+    lazy: bool
     notes: list[str]
 
 
 def read(path: Path, model_config: Mapping[str, Any] | None = None) -> Checkpoint:
-    """Open a folder or a .gguf file; no weight is read yet.
+    """Open a folder, whose weights are read when they are first used, or read a .gguf file.
 
     ``model_config`` overrides fields of the config. Raises CheckpointError for files that are
-    missing, truncated or not what they are named, and UnsupportedModel for other GGUF kinds.
+    missing, truncated or not what they are named, UnsupportedModel for other GGUF kinds, and
+    MemoryLimitError for a .gguf file that does not fit.
     """
     notes: list[str] = []
     if path.is_file():
-        kind, config = "gguf", gguf.read_config(path)
+        config = gguf.read_config(path)
         weights = _one_dtype(gguf.read_weights(path))
     elif path.is_dir():
-        kind, config = "safetensors", read_config(path)
+        config = read_config(path)
         weights = _read_safetensors(path, notes)
     else:
         raise CheckpointError(f"{path}: no such file or folder")
     config.update(model_config or {})
     if config.get("tie_word_embeddings") is None:
         config["tie_word_embeddings"] = "lm_head.weight" not in weights
-    return Checkpoint(path, kind, config, weights, notes)
+    return Checkpoint(config, weights, path.is_dir(), notes)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -97,8 +97,8 @@ _NVIDIA: dict[str, tuple[int, float, tuple[int, ...]]] = {
     "RTX 5090": (170, 1792, (32,)),
 }
 
-# Slower and smaller than any chip above but a Jetson: nothing tuned for it overcommits a real one.
-UNKNOWN = Chip("unknown", "unknown", 0, 8, 68.3)
+# The smallest Mac: what suits it asks too much of nothing newer.
+UNKNOWN = Chip("unknown", "unknown", 0, 7, 68.3)
 
 
 def names() -> list[str]:

@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     settings = argparse.Namespace(debug=False)
     _no_bars_off_terminal()
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # an answer does not end at what LANG cannot show
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv), settings)
         sys.stdout.flush()
@@ -92,6 +95,11 @@ def main_compile() -> int:
 
 
 def _run(argv: list[str], settings: argparse.Namespace) -> int:
+    for word in argv:
+        # Python stands a surrogate for each such byte; no tokenizer and no MLX call takes those.
+        if any("\ud800" <= letter <= "\udfff" for letter in word):
+            print(f"husky: error: an argument is not UTF-8 text: {word!r}", file=sys.stderr)
+            return 2
     before, rest = forward.take_own(argv)
     forward.own_options("husky").parse_args(before, namespace=settings)
     theirs = forward.commands()

@@ -87,30 +87,33 @@ def _device_header(header: str) -> str:
     text = with_float_literals(without_metal_includes(without_comments(header)))
     items = []
     for head, rest in top_level_items(text):
-        if rest and "(" in head and not _NO_FUNCTION.search(_signature_of(head)):
-            head = _device_function(head)
-        elif re.search(r"\bconstant\b", head):
-            constant = "" if re.search(r"\bconstexpr\b", head) else "__constant__"
-            head = re.sub(r"\bconstant\b", constant, re.sub(r"\bstatic\b", "", head), count=1)
-        items.append(_without_address_spaces(head + rest))
+        found = _TEMPLATE.match(head)
+        start = _template_end(head, found.end()) if found else len(head) - len(head.lstrip())
+        template, declaration = head[:start], head[start:]
+        if _is_function(declaration):
+            declaration = f" __device__ __forceinline__ {_INLINE.sub('', declaration)}"
+        elif re.search(r"\bconstant\b", declaration):
+            constant = "" if re.search(r"\bconstexpr\b", declaration) else "__constant__"
+            declaration = re.sub(r"\bstatic\b", "", declaration)
+            declaration = re.sub(r"\bconstant\b", constant, declaration, count=1)
+        items.append(_without_address_spaces(template + declaration + rest))
     return "".join(items)
 
 
-def _signature_of(head: str) -> str:
-    return head[: head.index("(")]
+def _is_function(declaration: str) -> bool:
+    """Whether a declaration without its template parameters is one of a function."""
+    before, parenthesis, _ = declaration.partition("(")
+    return bool(parenthesis) and "=" not in before and not _NO_FUNCTION.search(before)
 
 
-def _device_function(head: str) -> str:
-    head = _INLINE.sub("", head)
-    found = _TEMPLATE.match(head)
-    start = _angle_end(head, found.end()) if found else len(head) - len(head.lstrip())
-    return f"{head[:start]} __device__ __forceinline__ {head[start:]}"
-
-
-def _angle_end(text: str, start: int) -> int:
-    depth = 1
+def _template_end(text: str, start: int) -> int:
+    """Where the template parameters that are open at ``start`` have been closed."""
+    depth, parentheses = 1, 0
     for position in range(start, len(text)):
-        depth += (text[position] == "<") - (text[position] == ">")
+        character = text[position]
+        parentheses += (character == "(") - (character == ")")
+        if parentheses == 0:
+            depth += (character == "<") - (character == ">")
         if depth == 0:
             return position + 1
     raise ValueError(f"no end of the template parameters in: {text.strip()[:60]!r}")

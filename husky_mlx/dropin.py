@@ -4,8 +4,9 @@ Two doors are changed while a ``DropIn`` is installed, and both are put back aft
 
 * ``mlx_lm.utils.MODEL_REMAPPING`` sends each supported model type to a module that builds our
   model, for the code that calls ``load_model`` (``sharded_load`` does);
-* ``load``, ``load_tokenizer`` and ``stream_generate`` are replaced wherever a loaded mlx-lm module
-  has bound them, so that every ``--model`` takes an alias or a ``.gguf`` file.
+* ``load``, ``load_tokenizer``, ``load_prompt_cache`` and ``stream_generate`` are replaced wherever
+  a loaded mlx-lm module has bound them, so that every ``--model`` takes an alias or a ``.gguf``
+  file.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import sys
 import types
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 import mlx_lm.utils
+from mlx_lm.models.cache import load_prompt_cache
 
 from husky_mlx import gguf_tokenizer, load, sources, stream_generate
 from husky_mlx.config import SUPPORTED_MODEL_TYPES, LlamaConfig
 from husky_mlx.contract import violations
-from husky_mlx.errors import UnsupportedModel
+from husky_mlx.errors import CheckpointError, UnsupportedModel
 from husky_mlx.loading import BACKENDS
 from husky_mlx.model import Model
 
@@ -72,6 +75,10 @@ class DropIn:
             (
                 mlx_lm.stream_generate,
                 functools.partial(self._stream_generate, mlx_lm.stream_generate),
+            ),
+            (
+                load_prompt_cache,
+                functools.partial(_load_prompt_cache, load_prompt_cache),
             ),
         ]
         for original, ours in self._replaced:
@@ -168,6 +175,15 @@ def _load_tokenizer(stock: Callable, model_path: Any, *arguments: Any, **options
             return gguf_tokenizer.load_tokenizer(path, extra)
         model_path = path
     return stock(model_path, *arguments, **options)
+
+
+def _load_prompt_cache(stock: Callable, file_name: str, *arguments: Any, **options: Any) -> Any:
+    """mlx-lm's, with the file in the message of whatever it stumbles over."""
+    try:
+        return stock(file_name, *arguments, **options)
+    except Exception as error:
+        reason = str(error) if Path(file_name).is_file() else "no such file"
+        raise CheckpointError(f"{file_name}: not a saved prompt cache: {reason}") from error
 
 
 def _model_module(stock_types: Mapping[str, str], dropin: DropIn) -> types.ModuleType:

@@ -10,6 +10,7 @@ import ast
 import contextlib
 import importlib
 import importlib.util
+import math
 import socket
 import sys
 from collections.abc import Container, Iterator, Sequence
@@ -213,6 +214,8 @@ def _configure(
     for name in _MODEL_ARGUMENTS:
         if getattr(parsed, name, None) in sources.ALIASES:
             setattr(parsed, name, str(sources.resolve(getattr(parsed, name), notify=notice)))
+    if not 0 <= getattr(parsed, "temp", 0) < math.inf:
+        parser.error(f"--temp must be a number from 0 up, found {parsed.temp}")
     if command == "server":
         _check_server(parsed)
 
@@ -226,9 +229,14 @@ def _check_server(parsed: argparse.Namespace) -> None:
         notice("no --model given: mlx-lm's server has no default, each request must name its model")
     else:
         sources.resolve(parsed.model, config_only=True)
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        parsed.host, parsed.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
+    if not 0 <= parsed.port < 65536:
+        raise HuskyError(f"--port must be from 0 to 65535, found {parsed.port}")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            parsed.host, parsed.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise HuskyError(f"cannot serve on host {parsed.host!r}: {error.strerror}") from error
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -253,7 +261,6 @@ def _note(has_window: bool) -> str:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {value}")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 up, found {text!r}")
+    return int(text)

@@ -24,6 +24,15 @@ from husky_mlx.ops.rms_lm_head import rms_lm_head
 from husky_mlx.ops.rms_qkv_rope_append import rms_qkv_rope_append
 from husky_mlx.ops.rotate import rotation
 from husky_mlx.pack import StepWeights
+from husky_mlx.places import (
+    LIVE,
+    PADDING,
+    POSITIONS,
+    SLOT,
+    NextPlace,
+    advance,
+    make_place,
+)
 from husky_mlx.plan import Plan
 
 
@@ -37,8 +46,8 @@ class DecodeStep:
         self._in_place = graph.in_place
         self._nothing = graph.nothing_before
         self._plan = plan
-        self._logits = mx.compile(graph.logits)
-        self._greedy = mx.compile(graph.greedy)
+        self._logits = mx.compile(graph.logits) if graph.compiled else graph.logits
+        self._greedy = mx.compile(graph.greedy) if graph.compiled else graph.greedy
 
     def logits(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """(B, L) token ids -> logits (B, L, vocabulary); each cache gains L rows."""
@@ -52,35 +61,37 @@ class DecodeStep:
 
     def _run(self, step: Callable, tokens: mx.array, caches: Sequence[Any]) -> tuple[mx.array, ...]:
         length = tokens.shape[1]
-        places = {
+        slots = {
             kind: cache.begin_step(length)
             for kind, cache in zip(self._kind_of_layer, caches, strict=True)
         }
         first = caches[0]
-        batched = isinstance(first, BatchKVCache)
+        padding = first.left_padding if isinstance(first, BatchKVCache) else None
         start = first.offset
-        inputs = (
-            # mlx-lm feeds int32 prompts and uint32 samples: two dtypes would be two traces.
-            tokens.astype(mx.uint32),
-            start.astype(mx.int32)
-            if batched
-            else mx.array([*range(start, start + length)], mx.int32),
-            first.left_padding if batched else None,
-            [mx.array(place, mx.int32) for place in places.values()],
-        )
+        leaders = [caches[self._kind_of_layer.index(kind)] for kind in slots]
+        places = [
+            cache.next_place.array
+            if cache.next_place is not None and cache.next_place.holds(*slot, start, padding)
+            else make_place(*slot, start, padding)
+            for cache, slot in zip(leaders, slots.values(), strict=True)
+        ]
+        # mlx-lm feeds int32 prompts and uint32 samples: two dtypes would be two traces.
+        inputs = (tokens.astype(mx.uint32), places, padding is not None)
         # One array for all layers: the next step evaluates the first layer's only, and each other
         # one would grow a chain of additions.
         offset = start + length
         if self._in_place:
             for kind, cache in zip(self._kind_of_layer, caches, strict=True):
-                cache.allow_writing(places[kind][0])
-            results = self._write_in_place(step, inputs, caches)
+                cache.allow_writing(slots[kind][0])
+            *results, places = self._write_in_place(step, inputs, caches)
         else:
-            results = self._replace(step, inputs, caches)
+            *results, places = self._replace(step, inputs, caches)
         for cache in caches:
             cache.end_step(offset)
+        for cache, (slot, live), place in zip(leaders, slots.values(), places, strict=True):
+            cache.next_place = NextPlace(slot + length, live + length, offset, padding, place)
         self._plan.count("frozen")
-        return results
+        return tuple(results)
 
     def _replace(
         self, step: Callable, inputs: tuple, caches: Sequence[Any]
@@ -110,6 +121,7 @@ class StepGraph:
     """The step as plain functions of arrays; layers, widths, heads and capacity are constants."""
 
     in_place = False
+    compiled = True
     nothing_before = None
 
     def __init__(self, config: LlamaConfig, weights: StepWeights, plan: Plan):
@@ -121,30 +133,32 @@ class StepGraph:
 
     def greedy(self, *arguments: Any) -> tuple:
         """``logits`` with the most likely tokens (B, 1) before them."""
-        logits, keys, values = self.logits(*arguments)
-        return mx.argmax(logits, axis=-1), logits, keys, values
+        logits, *rest = self.logits(*arguments)
+        return mx.argmax(logits, axis=-1), logits, *rest
 
     def logits(
         self,
         tokens: mx.array,
-        positions: mx.array,
-        left_padding: mx.array | None,
         places: list[mx.array],
+        batched: bool,
         keys: list[mx.array],
         values: list[mx.array],
     ) -> tuple:
-        """(B, 1) tokens at ``positions`` (B,) -> logits (B, 1, vocabulary), keys, values.
+        """(B, 1) tokens -> logits (B, 1, vocabulary), the next places, keys, values.
 
-        ``places``: for each kind of layer (2,) int32, the slot to write and the live rows with it.
+        ``places``: for each kind of layer where to read and write, see ``places.py``.
         ``keys`` and ``values``: a buffer a layer, (B, kv_heads, capacity, head_dim).
         """
         self.plan.count("traces")
         eps, scale = self.config.rms_norm_eps, self.config.attention_scale
         weights = self.weights
+        rows = tokens.shape[0]
+        positions = places[0][POSITIONS : POSITIONS + rows]
+        left_padding = places[0][PADDING : PADDING + rows] if batched else None
         # Layers of a kind have as many live rows, in buffers that may have been grown apart.
         shapes = [(kind, x.shape[2]) for kind, x in zip(self.kind_of_layer, keys, strict=True)]
         live = {
-            (kind, capacity): _live_rows(capacity, places[kind][1:], left_padding)
+            (kind, capacity): _live_rows(capacity, places[kind][LIVE], left_padding)
             for kind, capacity in dict.fromkeys(shapes)
         }
         for buffer in (*keys, *values):
@@ -162,13 +176,14 @@ class StepGraph:
                 keys[i],
                 values[i],
                 positions,
-                places[kind][:1],
+                places[kind][SLOT : SLOT + 1],
             )
             attended = attention_decode(queries, keys[i], values[i], scale, live[shapes[i]])
             x = o_proj_add(attended, x, layer.o_proj)
             activated = rms_gate_up_swiglu(x, layer.post_norm, eps, layer.gate_up)
             x = down_add(activated, x, layer.down_proj)
-        return rms_lm_head(x, weights.norm, eps, weights.head), keys, values
+        following = [place + mx.array(advance(1)) for place in places]
+        return rms_lm_head(x, weights.norm, eps, weights.head), following, keys, values
 
 
 def _live_rows(capacity: int, live: mx.array, left_padding: mx.array | None) -> mx.array:

@@ -14,7 +14,8 @@ from husky_mlx import device
 from husky_mlx.cache import BatchKVCache, KVCache, RotatingKVCache, adopt, check_growth
 from husky_mlx.config import LlamaConfig
 from husky_mlx.errors import MemoryLimitError
-from husky_mlx.freeze import DecodeStep, StepGraph
+from husky_mlx.freeze import DecodeStep
+from husky_mlx.graphs import choose_graph
 from husky_mlx.pack import FUSIONS, Separate, StepWeights, pack_layers
 from husky_mlx.plan import Plan
 from husky_mlx.snapshot import Snapshot
@@ -149,7 +150,7 @@ class Frozen:
         )
         self.plan.activations = str(model.model.activation_dtype()).removeprefix("mlx.core.")
         self.plan.notes = _unfused(layers)
-        self._step = DecodeStep(StepGraph(self.config, weights, self.plan), self.plan)
+        self._step = DecodeStep(choose_graph(self.config, weights, self.plan), self.plan)
         self._built_from, self._step_revision = Snapshot.of(model), revision
 
 

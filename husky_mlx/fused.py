@@ -21,6 +21,7 @@ from husky_mlx.ops.rms_gate_up_swiglu import rms_gate_up_swiglu_kernel
 from husky_mlx.ops.rms_lm_head import rms_lm_head_argmax_kernel, rms_lm_head_kernel
 from husky_mlx.ops.rms_qkv_rope_append import Heads, rms_qkv_rope_append_kernel
 from husky_mlx.pack import StepWeights
+from husky_mlx.places import PADDING, POSITIONS, advance
 from husky_mlx.plan import Plan
 
 ORDER_SIZE = 8  # smaller inputs are in another address space on Metal
@@ -118,40 +119,46 @@ class FusedGraph:
         self.weights = weights
         self.plan = plan
         self.platform = platform
+        # The emulator runs a kernel at once and cannot be traced.
+        self.compiled = platform.backend != "emulator"
         self.kind_of_layer = config.kind_of_layer
         self.nothing_before = mx.zeros((ORDER_SIZE,), weights.embedding.dtype)
         mx.eval(self.nothing_before)
 
-    def logits(self, tokens: mx.array, *rest: Any) -> tuple[mx.array, mx.array]:
-        """(B, L) tokens -> logits (B, L, vocabulary), and the order of the appends."""
-        x = self._residual(tokens, *rest)
+    def logits(self, tokens: mx.array, *rest: Any) -> tuple:
+        """(B, L) tokens -> logits (B, L, vocabulary), the next places, the order of the appends."""
+        x, places = self._residual(tokens, *rest)
         eps = self.config.rms_norm_eps
         logits = rms_lm_head_kernel(x, self.weights.norm, eps, self.weights.head, self.platform)
-        return logits.reshape(*tokens.shape, -1), _order(x)
+        return logits.reshape(*tokens.shape, -1), places, _order(x)
 
-    def greedy(self, tokens: mx.array, *rest: Any) -> tuple[mx.array, mx.array, mx.array]:
+    def greedy(self, tokens: mx.array, *rest: Any) -> tuple:
         """``logits`` with the most likely tokens (B, L) before them."""
-        x = self._residual(tokens, *rest)
+        x, places = self._residual(tokens, *rest)
         eps = self.config.rms_norm_eps
         logits, best = rms_lm_head_argmax_kernel(
             x, self.weights.norm, eps, self.weights.head, self.platform
         )
-        return best.reshape(tokens.shape), logits.reshape(*tokens.shape, -1), _order(x)
+        return best.reshape(tokens.shape), logits.reshape(*tokens.shape, -1), places, _order(x)
 
     def _residual(
         self,
         tokens: mx.array,
-        positions: mx.array,
-        left_padding: mx.array | None,
         places: list[mx.array],
+        batched: bool,
         keys: list[mx.array],
         values: list[mx.array],
         before: mx.array,
-    ) -> mx.array:
-        """(B, L) tokens at ``positions`` (B * L,) -> the last residual (B * L, hidden)."""
+    ) -> tuple[mx.array, list[mx.array]]:
+        """(B, L) tokens -> the last residual (B * L, hidden), and the next places."""
         self.plan.count("traces")
         eps, platform = self.config.rms_norm_eps, self.platform
-        x = embed_kernel(tokens.reshape(-1), before, self.weights.embedding, platform)
+        rows, length = tokens.shape
+        positions = places[0][POSITIONS : POSITIONS + rows * length]
+        left_padding = places[0][PADDING : PADDING + rows] if batched else None
+        x, following = embed_kernel(
+            tokens.reshape(-1), before, places[0], length, self.weights.embedding, platform
+        )
         for i, (kind, layer) in enumerate(
             zip(self.kind_of_layer, self.weights.layers, strict=True)
         ):
@@ -165,7 +172,7 @@ class FusedGraph:
                 values[i],
                 positions,
                 places[kind],
-                left_padding is not None,
+                batched,
                 platform,
             )
             attended = attention_decode_kernel(
@@ -174,7 +181,8 @@ class FusedGraph:
             x = o_proj_add_kernel(attended, x, layer.o_proj, platform)
             activated = rms_gate_up_swiglu_kernel(x, layer.post_norm, eps, layer.gate_up, platform)
             x = down_add_kernel(activated, x, layer.down_proj, platform)
-        return x
+        others = [place + mx.array(advance(length)) for place in places[1:]]
+        return x, [following, *others]
 
 
 def _order(x: mx.array) -> mx.array:

@@ -173,7 +173,7 @@ def _encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | list[int]) -> 
         has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=not has_bos)
     try:
-        tokens = prompt if isinstance(prompt, mx.array) else mx.array([*map(index, prompt)])
+        tokens = prompt if isinstance(prompt, mx.array) else mx.array([*map(index, prompt)])  # type: ignore[arg-type]
     except (TypeError, RuntimeError) as error:  # RuntimeError: a number past 64 bits
         raise ValueError(f"the prompt must be text or a list of token ids ({error})") from error
     if tokens.ndim != 1 or (tokens.size and not mx.issubdtype(tokens.dtype, mx.integer)):

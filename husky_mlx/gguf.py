@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from husky_mlx.device import activation_dtype, require_memory
 from husky_mlx.errors import CheckpointError, UnsupportedModel
 from husky_mlx.gguf_blocks import BITS, GROUP_SIZE, unpack
-from husky_mlx.gguf_config import check_architecture, config_from
+from husky_mlx.gguf_config import check_architecture, config_from, open_gguf
 from husky_mlx.gguf_file import BLOCK_TYPES, GGUFFile, Tensor
 
 TOP_NAMES = {
@@ -64,16 +66,23 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_weights(path: Path) -> dict[str, mx.array]:
-    """All parameters under mlx-lm's names, in the file's types.
+    """All parameters under mlx-lm's names, in the file's types; they are read now, not lazily.
 
     Floats keep their type and shape; Q4_0, Q4_1 and Q8_0 become ``.weight`` uint32, ``.scales``
-    and ``.biases`` float16 in groups of 32. Errors as for ``read_config``.
+    and ``.biases`` float16 in groups of 32. Errors as for ``read_config``, and MemoryLimitError
+    before the first tensor is read where the loaded model would not fit.
     """
     file = _open(path)
     config = config_from(file)
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    parameters = _parameters(file)
+    require_memory(
+        sum(map(_loaded_bytes, parameters.values())),
+        f"Loading {path}",
+        "A smaller model or fewer bits would fit.",
+    )
     weights: dict[str, mx.array] = {}
-    for parameter, tensor in _parameters(file).items():
+    for parameter, tensor in parameters.items():
         rows = file.rows(tensor)
         module, kind = parameter.rsplit(".", 1)
         if count := heads.get(module.rsplit(".", 1)[-1]):
@@ -90,8 +99,17 @@ def read_weights(path: Path) -> dict[str, mx.array]:
     return weights
 
 
+def _loaded_bytes(tensor: Tensor) -> int:
+    """What a tensor takes in the finished model, whose scales are in the activation dtype."""
+    if tensor.type_name not in BITS:
+        return tensor.nbytes
+    scale_bytes = activation_dtype(mx.float16).size
+    values = prod(tensor.shape)
+    return values * BITS[tensor.type_name] // 8 + values // GROUP_SIZE * 2 * scale_bytes
+
+
 def _open(path: Path) -> GGUFFile:
-    file = GGUFFile(path)
+    file = open_gguf(path)
     check_architecture(file)
     return file
 

@@ -27,7 +27,12 @@ def unpack(type_name: str, rows: np.ndarray) -> dict[str, mx.array]:
         return {"weight": mx.array(rows.view(f"<f{4 if type_name == 'F32' else 2}"))}
     codes, scales, biases = _GROUPS[type_name](rows)
     packed = np.ascontiguousarray(codes).reshape(len(rows), -1).view("<u4")
-    return {"weight": mx.array(packed), "scales": mx.array(scales), "biases": mx.array(biases)}
+    # MLX allocates what a strided array spans, the gaps too.
+    return {
+        "weight": mx.array(packed),
+        "scales": mx.array(np.ascontiguousarray(scales)),
+        "biases": mx.array(np.ascontiguousarray(biases)),
+    }
 
 
 Groups = tuple[np.ndarray, np.ndarray, np.ndarray]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,49 @@ ARITHMETIC_FIELDS: dict[str, tuple[Any, ...]] = {
     "residual_scale": (0, 1),
 }
 
+# Metadata that are used as they stand, with the type that each has in a sound file.
+METADATA_TYPES: dict[str, type] = {
+    "general.architecture": str,
+    "split.count": int,
+    "llama.vocab_size": int,
+    "llama.rope.scaling.type": str,
+    "llama.rope.scaling.factor": float,
+    "llama.rope.scaling.original_context_length": int,
+    "llama.rope.scale_linear": float,
+    "tokenizer.ggml.model": str,
+    "tokenizer.ggml.pre": str,
+    "tokenizer.ggml.merges": list,
+    "tokenizer.ggml.scores": np.ndarray,
+    "tokenizer.ggml.add_bos_token": bool,
+    "tokenizer.ggml.add_eos_token": bool,
+    "tokenizer.ggml.add_space_prefix": bool,
+    "tokenizer.chat_template": str,
+} | {f"llama.{field}": type(plain[0]) for field, plain in ARITHMETIC_FIELDS.items()}
+
 # llama.cpp's converter writes Llama 3.1's scaling as factors made from these two and from the
 # original context, and keeps only the factors.
 LLAMA3_ORIGINAL_CONTEXT = 8192
 LLAMA3_LOW, LLAMA3_HIGH = 1.0, 4.0
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """The file with its metadata checked; CheckpointError lists those of another type."""
+    file = GGUFFile(path)
+    wrong = [
+        f"{key} is {file.metadata[key]!r}, expected {kind.__name__}"
+        for key, kind in METADATA_TYPES.items()
+        if key in file.metadata and not _is_a(file.metadata[key], kind)
+    ]
+    if wrong:
+        raise CheckpointError(f"{path}: {'; '.join(wrong)}")
+    return file
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    """Whether a value is of a type; numbers may be whole or not, and are no booleans."""
+    if kind in (int, float):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, kind)
 
 
 def check_architecture(file: GGUFFile) -> None:
@@ -154,7 +194,7 @@ def _metadata(file: GGUFFile, key: str, kind: type, default: Any = None) -> Any:
     value = file.metadata.get(key, default)
     if value is None:
         raise CheckpointError(f"{file.path}: metadata field {key} is missing")
-    if isinstance(value, bool) or not isinstance(value, (int, kind)):
+    if not _is_a(value, kind) or (kind is int and not isinstance(value, int)):
         raise CheckpointError(f"{file.path}: {key} is {value!r}; expected {kind.__name__}")
     return value
 

@@ -112,7 +112,7 @@ class GGUFFile:
             self.metadata[key] = self._value(self._scalar("<u4"))
         entries = [self._tensor_entry() for _ in range(tensor_count)]
         alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1:
+        if not isinstance(alignment, int) or isinstance(alignment, bool) or alignment < 1:
             raise CheckpointError(f"{self.path}: general.alignment is {alignment!r}")
         data_start = -(-self._position // alignment) * alignment
         self.tensors = {

@@ -24,6 +24,7 @@ from husky_mlx.gguf_config import (
     NORMAL,
     UNKNOWN,
     USER_DEFINED,
+    open_gguf,
     stop_token_ids,
     token_id,
     token_list,
@@ -60,7 +61,7 @@ def load_tokenizer(path: Path, tokenizer_config: dict[str, Any] | None = None) -
     ``eos_token`` given there stops a reply in addition to the file's own. UnsupportedModel for a
     tokenizer of another kind, by name; CheckpointError for metadata that contradict themselves.
     """
-    file = GGUFFile(path)
+    file = open_gguf(path)
     kind = file.metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         tokenizer, begins = _byte_level(file)
@@ -82,10 +83,13 @@ def load_tokenizer(path: Path, tokenizer_config: dict[str, Any] | None = None) -
         **(tokenizer_config or {}),
     }
     settings = {name: value for name, value in settings.items() if value is not None}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
-    return TokenizerWrapper(
-        fast, detokenizer, eos_token_ids=stop_token_ids(file), **_tool_parser(fast)
-    )
+    try:
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
+        return TokenizerWrapper(
+            fast, detokenizer, eos_token_ids=stop_token_ids(file), **_tool_parser(fast)
+        )
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: no tokenizer can be built from it: {error}") from error
 
 
 def _byte_level(file: GGUFFile) -> tuple[Tokenizer, bool]:

@@ -58,6 +58,8 @@ def load(
     ``fallback``: "mlx" loads with mlx-lm what husky_mlx does not support, instead of raising.
     ``verbose``: one line to stderr about what runs where.
 
+    ``lazy`` leaves the weights of a folder unread until their first use; a .gguf is read at once.
+
     Raises UnsupportedModel with the exact differences, CheckpointError for damaged files,
     SourceError for a model that cannot be had, MemoryLimitError for one that does not fit.
     """
@@ -99,6 +101,7 @@ def load(
         if fallback is None or not path.is_dir():
             raise
         return load_stock("; ".join(error.differences))
+    held = 0 if found.lazy else _bytes_of(model)
     config = found.config
     for note in found.notes:
         warnings.warn(f"{path}: {note}", stacklevel=2)
@@ -111,7 +114,7 @@ def load(
     else:
         tokenizer = gguf_tokenizer.load_tokenizer(path, tokenizer_config)
     if not lazy:
-        _materialize(model, str(path))
+        _materialize(model, str(path), held)
     if verbose:
         plan = getattr(model, "plan", f"{path} runs on mlx-lm's model class: backend is mlx")
         _notify(str(plan).replace("\n", " | "))
@@ -176,16 +179,23 @@ def _folder_tokenizer(
         ) from error
 
 
-def _materialize(model: nn.Module, source: str) -> None:
+def _materialize(model: nn.Module, source: str, held: int = 0) -> None:
+    """Read what is not read yet, in the dtypes that the step takes, and freeze the step.
+
+    ``held``: how many bytes of the weights are in memory already.
+    """
     if isinstance(model, Model):
         _widen_scales(model)
     parameters = dict(tree_flatten(model.parameters()))
-    total = sum(value.nbytes for value in parameters.values())
-    require_memory(total, f"Loading {source}", _smaller(parameters))
+    require_memory(_bytes_of(model) - held, f"Loading {source}", _smaller(parameters))
     del parameters
     mx.eval(model.parameters())
     if isinstance(model, Model):
         model.prepare()
+
+
+def _bytes_of(model: nn.Module) -> int:
+    return sum(value.nbytes for _, value in tree_flatten(model.parameters()))
 
 
 def _widen_scales(model: Model) -> None:

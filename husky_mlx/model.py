@@ -113,8 +113,9 @@ class LlamaModel(Tracked):
     def activation_dtype(self) -> mx.Dtype:
         """What the residual stream and the KV cache are computed in."""
         # By name, wherever an adapter around the table keeps it.
-        table = tree_flatten(self.embed_tokens.parameters())
-        stored = max(table, key=lambda item: (item[0].endswith("scales"), "weight" in item[0]))[1].dtype
+        table = dict(tree_flatten(self.embed_tokens.parameters()))
+        part = "scales" if any(name.endswith("scales") for name in table) else "weight"
+        stored = next(value.dtype for name, value in table.items() if name.endswith(part))
         # The scales of the mx formats are bytes; MLX dequantizes those to bfloat16.
         return device.activation_dtype(mx.bfloat16 if stored == mx.uint8 else stored)
 
@@ -191,7 +192,9 @@ class Model(Tracked):
         args = self.args
         if len(self.layers) != args.num_hidden_layers:
             return f"{len(self.layers)} layers instead of {args.num_hidden_layers}"
-        modules = {"norm": (self.model.norm, nn.RMSNorm)}
+        modules: dict[str, tuple[nn.Module, type[nn.Module]]] = {
+            "norm": (self.model.norm, nn.RMSNorm)
+        }
         for i, layer in enumerate(self.layers):
             if type(layer) is not TransformerBlock:
                 return f"layers.{i} is a {type(layer).__name__}"
@@ -204,13 +207,17 @@ class Model(Tracked):
                     nn.RMSNorm,
                 ),
             }
-        constants = {nn.RMSNorm: ("eps", args.rms_norm_eps), Attention: ("scale", args.attention_scale)}
+        constants = {
+            nn.RMSNorm: ("eps", args.rms_norm_eps),
+            Attention: ("scale", args.attention_scale),
+        }
         for path, (module, expected) in modules.items():
             if type(module) is not expected:
                 return f"{path} is a {type(module).__name__}"
-            name, value = constants.get(expected, ("training", False))
-            if getattr(module, name) != value:
-                return f"{path}.{name} is {getattr(module, name)}"
+            if expected in constants:
+                name, value = constants[expected]
+                if getattr(module, name) != value:
+                    return f"{path}.{name} is {getattr(module, name)}"
         return None
 
     def head(self) -> Callable[[mx.array], mx.array]:

@@ -19,6 +19,7 @@ class Plan:
     chip: str
     model: str
     activations: str = "not frozen yet"
+    kernels: str = "not frozen yet"
     eager_reason: str | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -40,7 +41,7 @@ class Plan:
 
     def __str__(self) -> str:
         step = (
-            "decode: frozen step, compiled"
+            f"decode: frozen step, compiled, {self.kernels}"
             if self.eager_reason is None
             else f"decode: eager ({self.eager_reason})"
         )

@@ -29,7 +29,7 @@ class Snapshot:
             (path, type(module), *(getattr(module, name, None) for name in _CONSTANTS))
             for path, module in model.named_modules()
         ]
-        arrays = [value for _, value in tree_flatten(model.parameters())]  # type: ignore[misc, str-unpack]
+        arrays: list[Any] = [value for _, value in tree_flatten(model.parameters())]  # type: ignore[misc, str-unpack]
         return cls(modules, arrays, [_address(value) for value in arrays])
 
     def fits(self, model: nn.Module) -> bool:
@@ -50,7 +50,8 @@ def _address(value: mx.array) -> int | None:
     """
     if device.target() == "cuda":
         return None
+    buffer: Any = value  # MLX's stubs do not say that arrays have the buffer protocol
     try:
-        return int(np.frombuffer(value, np.uint8).__array_interface__["data"][0])
-    except ValueError:
+        return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
+    except (BufferError, ValueError):
         return None

@@ -1,12 +1,18 @@
-// inputs: tokens weight scales biases
-// outputs: embedded
-// template: T D BITS GROUP
+// inputs: tokens before place weight scales biases
+// outputs: embedded following
+// template: T D BITS GROUP LENGTH
 // tokens uint32 (M,). weight (vocabulary, D) in T for BITS 16, scales and biases unread; else MLX's
 // affine rows: uint32 (vocabulary, D * BITS / 32), scales and biases (vocabulary, D / GROUP).
+// before: not read; the launch waits for whoever writes it, which orders one step after another.
+// following: place, int32 (16,), moved on by LENGTH tokens: slot, live rows and positions.
 // embedded (M, D) in T. A thread takes one word of one row.
 constexpr int VALUES = BITS == 16 ? 1 : 32 / BITS;
 const int at = int(thread_position_in_grid.x);
 const int row = int(thread_position_in_grid.y);
+if (row == 0 && at < 16) {
+  const bool moves = at < 2 || (at >= 4 && at < 8);
+  following[at] = place[at] + (moves ? LENGTH : 0);
+}
 if (at < D / VALUES) {
   const size_t source = size_t(tokens[row]) * (D / VALUES) + at;
   if (BITS == 16) {

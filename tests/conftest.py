@@ -9,7 +9,19 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fixtures import write_tokenizer
+from fixtures import model_of, write_tokenizer
+
+
+@pytest.fixture(scope="module")
+def stock():
+    """FIX-A on mlx-lm's own class."""
+    return model_of("mlx")
+
+
+@pytest.fixture
+def ours():
+    """FIX-A on ours, a fresh one for each test: the counters start at zero."""
+    return model_of()
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,8 @@ import mlx.core as mx
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from husky_mlx.loading import build_model
+
 FIX_A: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -72,6 +74,11 @@ def numpy_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray
 
 def mlx_weights(config: dict[str, Any], seed: int = 0) -> dict[str, mx.array]:
     return {name: mx.array(value) for name, value in numpy_weights(config, seed).items()}
+
+
+def model_of(backend: str = "husky", config: dict = FIX_A, seed: int = 0, **options: Any):
+    """A model of synthetic weights; ``backend`` "mlx" is mlx-lm's own class."""
+    return build_model(config, mlx_weights(config, seed), backend=backend, **options)
 
 
 def quantize_weights(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
 from husky_mlx import emulator, kernels
 from husky_mlx.kernel_source import kernel_source
@@ -18,6 +19,29 @@ from husky_mlx.tiles import GemvShape, GemvTile
 EPS = 1e-5
 EPS_BITS = struct.unpack("i", struct.pack("f", EPS))[0]
 EMULATED_MMA = Path(__file__).parent / "emulated_mma"
+
+
+# Largest error over the largest output: half a unit in the output's last place, and float32 sums.
+TOLERANCE = {mx.float32: 3e-6, mx.float16: 5.5e-4, mx.bfloat16: 4.2e-3}
+FORMATS = [(4, 32), (4, 64), (4, 128), (8, 32), (8, 64), (8, 128), (16, 32)]
+# ROWS, SIMDGROUPS, KSPLIT, UNROLL. K is split by more simdgroups than there are steps in the last.
+TILES = {
+    "lanes": [
+        GemvTile(4, 2, 1, 1),
+        GemvTile(2, 4, 2, 2),
+        GemvTile(8, 2, 2, 1),
+        GemvTile(2, 8, 8, 1),
+    ],
+    "mma": [
+        GemvTile(16, 2, 1, 1),
+        GemvTile(16, 4, 2, 2),
+        GemvTile(32, 2, 2, 1),
+        GemvTile(16, 8, 8, 2),
+    ],
+}
+# Widths with and without a tail, for every group size; SmolLM2's are 576 and 1536.
+WIDTHS = {32: (96, 160, 576, 1536), 64: (192, 320, 576, 1536), 128: (128, 384, 640, 1536)}
+DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 
 
 @dataclass
@@ -89,3 +113,45 @@ def launch(scheme, op, inputs, outputs, template, shape: GemvShape, tile: GemvTi
     for name, array in made.updated.items():
         inputs[name][...] = array
     return made
+
+
+def check(found: mx.array, wanted: np.ndarray, case: str = "", tolerance: float = 0.0) -> None:
+    tolerance = tolerance or TOLERANCE[found.dtype]
+    error = np.abs(exact(found) - wanted).max() / np.abs(wanted).max()
+    assert error <= tolerance, f"{case} {found.dtype}: {error:.2e} > {tolerance:.2e}"
+
+
+def cases(scheme: str, shift: int):
+    """Every format, with rows of x, widths, dtypes and tiles that go round as the formats do."""
+    for i, (bits, group) in enumerate(FORMATS):
+        turn = i + shift
+        dtype = DTYPES[turn % (3 if scheme == "lanes" else 2)]
+        columns = WIDTHS[group][turn % 4]
+        tile = TILES[scheme][(turn // 2) % 4]
+        yield pytest.param(
+            scheme, bits, group, dtype, turn % 4 + 1, columns, tile, id=f"{scheme}-{bits}-{group}"
+        )
+
+
+def all_cases(shift: int):
+    return pytest.mark.parametrize(
+        ("scheme", "bits", "group", "dtype", "m", "columns", "tile"),
+        [*cases("lanes", shift), *cases("mma", shift + 1)],
+    )
+
+
+def template_of(bits, group, dtype, m, columns, tile, **more):
+    template = {"T": dtype, "BITS": bits, "GROUP": group, "K": columns, "M": m, **tile.template()}
+    if "NORM" not in more:
+        template.pop("NORM")
+    return {**template, **more}
+
+
+def matrix_inputs(weights: Weights, dtype, bias=None):
+    given = mx.zeros((8,), dtype) if bias is None else bias
+    return {
+        "weight": weights.weight,
+        "scales": weights.scales,
+        "biases": weights.biases,
+        "bias": given,
+    }

@@ -9,7 +9,16 @@ import numpy as np
 import psutil
 import pytest
 import reference
-from fixtures import FIX_A, FIX_B, GREEDY, PROMPT, mlx_weights, numpy_weights, write_folder
+from fixtures import (
+    FIX_A,
+    FIX_B,
+    GREEDY,
+    PROMPT,
+    mlx_weights,
+    model_of,
+    numpy_weights,
+    write_folder,
+)
 from mlx_lm.generate import batch_generate, generate_step
 from mlx_lm.models import cache as stock_cache
 from mlx_lm.models.cache import (
@@ -30,10 +39,6 @@ LONG = {**FIX_A, "max_position_embeddings": 4096}
 WIDE = {**FIX_A, "head_dim": 64}
 MISTRAL = {**FIX_A, "model_type": "mistral", "sliding_window": 4}
 LONG_PROMPT = np.random.default_rng(4).integers(3, 96, 2100).tolist()
-
-
-def model_of(backend: str = "husky", config: dict = FIX_A, seed: int = 0, **options):
-    return build_model(config, mlx_weights(config, seed), backend=backend, **options)
 
 
 def mlx_lm_tokens(model, prompt, count, **options) -> list[int]:

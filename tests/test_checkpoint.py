@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 import warnings
@@ -303,3 +304,21 @@ def test_any_tensor_header_loads_or_is_refused_by_file(whole, dtype, shape):
     changed = json.dumps(header).encode()
     content = len(changed).to_bytes(8, "little") + changed + content[8 + size :]
     load_damaged(whole, "model.safetensors", content)
+
+
+@pytest.mark.parametrize(
+    "replace, reason",
+    [
+        (lambda file: file.symlink_to("nowhere"), "a link to nothing"),
+        (lambda file: file.mkdir(), "not a regular file"),
+        (lambda file: os.mkfifo(file), "not a regular file"),
+    ],
+    ids=["broken link", "folder", "pipe"],
+)
+def test_weights_that_are_no_file_are_named(replace, reason, tmp_path):
+    write(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.unlink()
+    replace(file)
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {reason}"):
+        checkpoint.read(tmp_path)

@@ -431,3 +431,32 @@ def _spy(function, kept: list):
         return function(self, *arguments)
 
     return call
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["generate", "--prompt", "a\udcff"], "an argument is not UTF-8 text"),
+        (["--max-context", "1e5", "generate"], "must be a whole number from 1 up, found '1e5'"),
+        (["generate", "--prompt", "a", "--temp", "nan"], "--temp must be a number from 0 up"),
+        (["generate", "--prompt", "a", "--temp", "-1"], "--temp must be a number from 0 up"),
+        (["bench", "-p", "\u00b2"], "expected a number from 1 up"),
+    ],
+)
+def test_values_that_no_model_can_take_are_usage_errors(words, message, capsys):
+    assert cli.main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["nowhere.safetensors", "config.json"])
+def test_a_prompt_cache_that_is_none_is_named(name, tmp_path, capsys):
+    folder = write_fix_b(tmp_path)
+    words = ["generate", "--model", str(folder), "--prompt", "a", "--prompt-cache-file"]
+    assert cli.main([*words, str(folder / name)]) == 1
+    assert f"{name}: not a saved prompt cache" in capsys.readouterr().err
+
+
+def test_a_port_out_of_range_ends_the_server_before_it_starts(tmp_path, capsys):
+    folder = write_fix_b(tmp_path)
+    assert cli.main(["server", "--model", str(folder), "--port", "99999"]) == 1
+    assert "--port must be from 0 to 65535, found 99999" in capsys.readouterr().err

@@ -12,7 +12,9 @@ import mlx.core as mx
 import psutil
 import pytest
 from fixtures import FIX_A, FIX_B, PROMPT, mlx_weights, quantize_weights, write_folder
+from gguf_files import Types, fix_a_tensors, write
 from mlx.utils import tree_flatten
+from test_gguf_tokenizer import byte_level_file
 
 import husky_mlx
 from husky_mlx import checkpoint, device
@@ -79,6 +81,42 @@ def test_model_that_does_not_fit_is_refused_before_allocation(tmp_path, monkeypa
         assert message.endswith(f"At 4 bit it would take about {parameters * 9 // 16:,} bytes.")
     limit_to(monkeypatch, total)
     load(str(folder))
+
+
+@pytest.mark.parametrize("kind, bits", [(Types.Q4_1, 4), (Types.Q8_0, 8)])
+def test_gguf_that_does_not_fit_is_refused_before_its_first_tensor(
+    tmp_path, monkeypatch, kind, bits
+):
+    path = write(tmp_path / "a.gguf", fix_a_tensors({"": kind, "norm": Types.F32}))
+    # Two tables of 96 x 64 and two layers of q, o (64 x 64), k, v (32 x 64) and 3 x (128 x 64);
+    # a scale and a bias for every 32, in float32 on the CPU; five norms of 64.
+    values = 2 * 96 * 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64)
+    scale_bytes = 4 if device.target() == "cpu" else 2
+    total = values * bits // 8 + values // 32 * 2 * scale_bytes + 5 * 64 * 4
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    limit_to(monkeypatch, total - 1)
+    with pytest.raises(MemoryLimitError) as error:
+        checkpoint.read(path)
+    assert mx.get_peak_memory() <= before
+    assert f"Loading {path} needs {total:,} bytes" in str(error.value)
+    limit_to(monkeypatch, total)
+    found = checkpoint.read(path)
+    assert mx.get_active_memory() - before <= total, "nothing is held beside the weights"
+    model = build_model(found.config, found.weights)
+    assert sum(value.nbytes for _, value in tree_flatten(model.parameters())) <= total
+
+
+def test_gguf_is_counted_once(tmp_path, monkeypatch):
+    path = byte_level_file(tmp_path / "a.gguf", "llama-bpe")
+    total = sum(value.nbytes for value in checkpoint.read(path).weights.values())
+    gc.collect()
+    limit = mx.get_active_memory() + total + total // 10
+    monkeypatch.setattr(device, "memory_limit", lambda: limit)
+    model, _ = load(str(path))
+    assert mx.get_active_memory() <= limit
+    del model
 
 
 def test_lazy_load_is_not_limited(tmp_path, monkeypatch):

@@ -216,9 +216,7 @@ simdgroup_multiply_accumulate(sum, left, right, sum);
 simdgroup_store(sum, out, 8);
 """,
     )
-    (out,) = kernel(
-        inputs=[a, b], output_shapes=[(8, 8)], output_dtypes=[np.float32], **ONE_GROUP
-    )
+    (out,) = kernel(inputs=[a, b], output_shapes=[(8, 8)], output_dtypes=[np.float32], **ONE_GROUP)
     assert np.abs(out - (a.astype(np.float64) @ b.T + 1)).max() < 1e-5
 
 
@@ -248,9 +246,7 @@ def test_signature_is_mlx_s(body, dtype, capfd, tmp_path):
     inputs, template = case.call["inputs"], case.call["template"]
     dtypes = case.call["output_dtypes"]
     ours = emulator.metal_kernel(**case.parts).signature(inputs, dtypes, template)
-    theirs = mlx_text(
-        capfd, mx.fast.metal_kernel(**case.parts), inputs, template, dtypes, tmp_path
-    )
+    theirs = mlx_text(capfd, mx.fast.metal_kernel(**case.parts), inputs, template, dtypes, tmp_path)
     assert ours.metal(case.header, case.source).rstrip("\n") == theirs
 
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from fixtures import FIX_A, GREEDY, PROMPT, mlx_weights
+from fixtures import FIX_A, GREEDY, PROMPT, model_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
@@ -20,25 +20,10 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 from husky_mlx import generation
 from husky_mlx.errors import ContextLimitError
-from husky_mlx.loading import build_model
 from husky_mlx.pack import pack_layers
 
 FIELDS = ("text", "token", "from_draft", "prompt_tokens", "generation_tokens", "finish_reason")
 LONG_PROMPT = np.random.default_rng(4).integers(3, 96, 600).tolist()
-
-
-def model_of(backend: str = "husky", config: dict = FIX_A, seed: int = 0, **options):
-    return build_model(config, mlx_weights(config, seed), backend=backend, **options)
-
-
-@pytest.fixture(scope="module")
-def stock():
-    return model_of("mlx")
-
-
-@pytest.fixture
-def ours():
-    return model_of()
 
 
 def mlx_lm_tokens(model, prompt, count, **options) -> list[int]:

@@ -19,6 +19,7 @@ from fixtures import (
     GREEDY,
     PROMPT,
     mlx_weights,
+    model_of,
     numpy_weights,
     write_folder,
 )
@@ -32,20 +33,6 @@ from husky_mlx.generation import stream_generate
 from husky_mlx.loading import build_model, load
 
 MLX_LM_GENERATE = sys.modules["mlx_lm.generate"]
-
-
-def model_of(backend: str = "husky", config: dict = FIX_A, seed: int = 0, **options):
-    return build_model(config, mlx_weights(config, seed), backend=backend, **options)
-
-
-@pytest.fixture(scope="module")
-def stock():
-    return model_of("mlx")
-
-
-@pytest.fixture
-def ours():
-    return model_of()
 
 
 @pytest.fixture
@@ -498,3 +485,60 @@ def test_no_wired_limit_off_metal_C139(ours, plain_tokenizer, monkeypatch):
     monkeypatch.setattr(mx, "set_wired_limit", calls.append)
     assert len(list(stream_generate(ours, plain_tokenizer, PROMPT, 2))) == 2
     assert calls == []
+
+
+@pytest.mark.parametrize(
+    "prompt, message",
+    [
+        (mx.array([[3, 4]]), r"token ids of shape \(L,\), found int32 \(1, 2\)"),
+        (mx.array(3), r"found int32 \(\)"),
+        (mx.array([3.0, 4.0]), "found float32"),
+        (mx.array([True]), "found bool"),
+        ([3.0, 4.0], "the prompt must be text or a list of token ids"),
+        ([[3, 4]], "the prompt must be text or a list of token ids"),
+        ([2**70], "the prompt must be text or a list of token ids"),
+        (None, "the prompt must be text or a list of token ids"),
+        (5, "the prompt must be text or a list of token ids"),
+        ("a\udcff", "the prompt is not valid text: .* at position 1"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(prompt, message, ours, plain_tokenizer):
+    with pytest.raises(ValueError, match=message):
+        next(stream_generate(ours, plain_tokenizer, prompt))
+
+
+@pytest.mark.parametrize(
+    "form", [tuple, np.array, lambda ids: [*np.array(ids)], lambda ids: np.array(ids, np.uint8)]
+)
+def test_token_ids_in_any_sequence_of_whole_numbers(form, ours, plain_tokenizer):
+    replies = stream_generate(ours, plain_tokenizer, form(PROMPT), max_tokens=3)
+    assert [reply.token for reply in replies] == GREEDY[:3]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"max_tokens": float("nan")}, "max_tokens must be a whole number"),
+        ({"max_tokens": "3"}, "max_tokens must be a whole number"),
+        ({"prefill_step_size": 0}, "prefill_step_size must be a whole number from 1 up, found 0"),
+        ({"prefill_step_size": -1}, "prefill_step_size must be"),
+        ({"prefill_step_size": 1.5}, "prefill_step_size must be"),
+        ({"max_kv_size": -5}, "max_kv_size must be a whole number from 5 up, found -5"),
+        ({"max_kv_size": 0}, "max_kv_size must be"),
+        ({"max_kv_size": 100.5}, "max_kv_size must be"),
+        ({"kv_bits": "4"}, "kv_bits must be one of .* found '4'"),
+        ({"kv_bits": 4.0}, "kv_bits must be one of .* found 4.0"),
+        ({"prompt_cache": 5}, "prompt_cache must be a list"),
+        ({"prompt_cache": [None, None]}, "prompt_cache must be a list"),
+    ],
+)
+def test_options_that_are_no_numbers_or_out_of_range_are_named(
+    options, message, ours, plain_tokenizer
+):
+    with pytest.raises(ValueError, match=message):
+        next(stream_generate(ours, plain_tokenizer, PROMPT, **options))
+
+
+def test_no_max_tokens_is_no_limit_as_in_mlx_lm(ours, plain_tokenizer):
+    replies = stream_generate(ours, plain_tokenizer, PROMPT, max_tokens=None)
+    assert [next(replies).token for _ in GREEDY] == GREEDY

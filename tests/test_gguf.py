@@ -404,3 +404,25 @@ def test_damaged_headers_never_escape_as_other_errors(tmp_path_factory, data) ->
         assert "damaged.gguf" in str(error)
     else:
         assert weights
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("tokenizer.ggml.model", [1, 2]),
+        ("tokenizer.ggml.scores", 5),
+        ("tokenizer.ggml.merges", "text"),
+        ("tokenizer.ggml.add_bos_token", [1, 2]),
+        ("tokenizer.chat_template", ["a", "b"]),
+        ("llama.vocab_size", [1, 2]),
+        ("llama.rope.scaling.type", [1, 2]),
+        ("llama.rope.scaling.factor", "text"),
+        ("llama.expert_count", [1, 2]),
+        ("split.count", "text"),
+        ("general.alignment", True),
+    ],
+)
+def test_metadata_of_another_type_is_named(key, value, tmp_path):
+    path = write(tmp_path / "a.gguf", fix_a_tensors(), {key: value})
+    with pytest.raises(CheckpointError, match=f"{key} is "):
+        gguf.read_config(path)

@@ -19,6 +19,7 @@ def embed(tokens=(3, 39), backend="emulator", **changes):
     arguments = {
         "inputs": {
             "tokens": mx.array(tokens, mx.uint32),
+            "before": TABLE,
             "weight": TABLE,
             "scales": TABLE,
             "biases": TABLE,
@@ -53,7 +54,7 @@ def test_a_launch_returns_what_the_kernel_computes():
     [
         (
             {"inputs": {"tokens": TABLE}},
-            "inputs: missing weight, scales, biases; not declared none",
+            "inputs: missing before, weight, scales, biases; not declared none",
         ),
         (
             {"template": {"T": mx.float32, "D": 32, "BITS": 16, "GROUP": 32, "ROWS": 4}},
@@ -170,13 +171,13 @@ def test_cuda_kernels_are_translated_once_and_called_without_template(monkeypatc
     kernels._kernel.cache_clear()
 
     assert len(built) == 2 and len(calls) == 4
-    assert built[0]["input_names"] == ["tokens", "weight", "scales", "biases"]
+    assert built[0]["input_names"] == ["tokens", "before", "weight", "scales", "biases"]
     assert built[0]["output_names"] == ["embedded"] and built[0]["name"] != built[1]["name"]
     # MLX hashes this at every evaluation.
     assert len(built[0]["header"] + built[0]["source"]) < 1024
     included = built[0]["header"].split('"')[1]
     assert "embedded" in Path(included).read_text()
-    assert all("template" not in call and len(call["inputs"]) == 4 for call in calls)
+    assert all("template" not in call and len(call["inputs"]) == 5 for call in calls)
 
 
 def test_sources_are_small_and_keep_the_files_line_numbers(sources):

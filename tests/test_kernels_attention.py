@@ -29,7 +29,7 @@ def expected(queries, keys, values, live, padding):
     return out
 
 
-def error(shape, dtype, live, tile, padding=None, seed=0, spread=3.0):
+def error(shape, dtype, live, tile, padding=None, seed=0, spread=3.0, slot=None):
     """Runs both kernels as needed; dead and padded rows are NaN, so that none may be looked at."""
     rng = np.random.default_rng(seed)
     kv_shape = (shape.m if shape.batched else 1, shape.kv_heads, shape.rows, shape.head_dim)
@@ -54,7 +54,7 @@ def error(shape, dtype, live, tile, padding=None, seed=0, spread=3.0):
             "queries": queries,
             "keys": keys,
             "values": values,
-            "place": mx.array([live - 1, live], mx.int32),
+            "place": mx.array([live - 1 if slot is None else slot, live], mx.int32),
             "left_padding": mx.array(padding or [0], mx.int32),
         },
         [((tile.partials(shape),), mx.float32) if split else (out, dtype)],
@@ -162,6 +162,12 @@ def test_batched_rows_start_after_their_padding(m, splits):
     for live in (32, 33, 257):
         padding = [0, 7, live - 1, 31][:m]
         check(shape, mx.float16, live, AttentionTile(2, 8, splits, 2, 2), padding)
+
+
+def test_a_ring_is_seen_whole_wherever_its_newest_row_is():
+    shape = AttentionShape(1, 4, 1, 64, rows=48)
+    for slot in (0, 17, 47):
+        check(shape, mx.float16, 48, AttentionTile(4, 8, 1, 2, 2), slot=slot)
 
 
 def test_scores_far_apart_and_far_from_zero():

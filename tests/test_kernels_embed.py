@@ -28,20 +28,25 @@ def exact(array):
 def run(tokens, weight, scales, biases, *, width, bits, group, dtype):
     shape = EmbedShape(len(tokens), width)
     tile = policy("embed", shape, bits, chips.parse("m1"))
-    (embedded,) = kernels.launch(
+    embedded, following = kernels.launch(
         "embed",
         {
             "tokens": mx.array(tokens, mx.uint32),
+            "before": mx.zeros((8,)),
+            "place": mx.arange(16, dtype=mx.int32) * 10,
             "weight": weight,
             "scales": scales,
             "biases": biases,
         },
-        [((len(tokens), width), dtype)],
-        {"T": dtype, "D": width, "BITS": bits, "GROUP": group, **tile.template()},
+        [((len(tokens), width), dtype), ((16,), mx.int32)],
+        {"T": dtype, "D": width, "LENGTH": 3, "BITS": bits, "GROUP": group, **tile.template()},
         tile.grid(shape),
         tile.threadgroup,
         backend="emulator",
     )
+    # Slot and live rows, then the positions, move by LENGTH; the padding stays.
+    moved = {0, 1, 4, 5, 6, 7}
+    assert following.tolist() == [10 * i + 3 * (i in moved) for i in range(16)]
     return exact(embedded)
 
 

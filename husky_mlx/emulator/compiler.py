@@ -24,11 +24,13 @@ OLDEST_CLANG = 16
 _HERE = Path(__file__).resolve().parent
 _RUNTIME = ("scheduler", "memory", "history", "instrumentation")
 
+_ADDRESS_SPACE = re.compile(r"address.space|\b(?:device|constant|threadgroup)\b")
+
 _COMMON = ("-std=c++17", "-fPIC", "-fno-exceptions", "-fno-rtti")
 _KERNEL = (
     *_COMMON,
     "-gline-tables-only",
-    "-w",
+    "-Wno-everything",
     "-Werror=vla",
     "-Werror=return-type",
     "-Werror=frame-larger-than=65536",
@@ -48,6 +50,8 @@ _CHECKED = (
     "-fsanitize=thread",
     "-mllvm",
     "-tsan-instrument-func-entry-exit=0",
+    "-mllvm",
+    "-tsan-instrument-read-before-write=1",
     "-fsanitize=array-bounds,alignment,integer-divide-by-zero,shift-exponent",
     "-ftrivial-auto-var-init=pattern",
 )
@@ -129,10 +133,11 @@ def build(program: str, address_check: str, *, checked: bool) -> Path:
         checking = _start(_plain_clang(), [*check_flags, str(work / "check.cpp")])
         compiling = _start(_plain_clang(), [*flags, *output, str(work / "kernel.cpp")])
         compile_problem, address_problem = _problem(compiling), _problem(checking)
-        if address_problem and "address space" in address_problem:
-            raise EmulatorError("address space", address_problem)
-        if compile_problem or address_problem:
-            raise EmulatorError("compile", compile_problem or address_problem)
+        if compile_problem:
+            raise EmulatorError("compile", compile_problem)
+        if address_problem:
+            about_spaces = _ADDRESS_SPACE.search(address_problem)
+            raise EmulatorError("address space" if about_spaces else "compile", address_problem)
         _link([work / "kernel.o", *runtime], work / "kernel.so")
         os.replace(work / "kernel.so", library)
     return library
@@ -185,9 +190,10 @@ def _start(program: Sequence[str], arguments: Sequence[str]) -> subprocess.Popen
 
 
 def _problem(process: subprocess.Popen[str]) -> str:
-    """The compiler's errors, one a line, or an empty text when it succeeded."""
+    """The compiler's errors with its notes on address spaces, or nothing when it succeeded."""
     _, output = process.communicate()
     if process.returncode == 0:
         return ""
-    errors = [line for line in output.splitlines() if "error:" in line]
+    lines = output.splitlines()
+    errors = [line for line in lines if "error:" in line or _ADDRESS_SPACE.search(line)]
     return "\n".join(errors[:8]) or output[-2000:] or f"exit status {process.returncode}"

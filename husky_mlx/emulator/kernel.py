@@ -13,6 +13,8 @@ from husky_mlx.emulator.errors import EmulatorError
 
 SIMDGROUP = 32
 LARGEST_THREADGROUP = 1024
+# Metal's argument table, facts about inputs included.
+MOST_BUFFERS = 31
 # Two fills, so that no value of a body can look like both.
 _FILLS = (0xFF, 0x5A)
 
@@ -84,6 +86,12 @@ class MetalKernel:
         threadgroups = _threadgroups(grid, threadgroup)
         arrays = [self._contiguous(n, a) for n, a in zip(self.input_names, inputs, strict=True)]
         signature = self.signature(inputs, output_dtypes, template)
+        if len(signature.buffers) > MOST_BUFFERS:
+            raise EmulatorError(
+                "arguments",
+                f"{len(signature.buffers)} buffers with the shapes that the body names; Metal has "
+                f"{MOST_BUFFERS}",
+            )
         library = compiler.build(
             translate.runnable(signature, self.header, self.source),
             translate.address_spaces(signature, self.header, self.source),

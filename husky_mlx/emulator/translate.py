@@ -13,6 +13,8 @@ from husky_mlx.metal_text import (
     without_metal_includes,
 )
 
+# kMaxArrays of runtime/state.h.
+MOST_THREADGROUP_ARRAYS = 64
 # C++ that Metal does not have.
 _POISON = "#pragma GCC poison double goto virtual new delete throw try catch dynamic_cast typeid\n"
 _VECTOR_CONSTRUCTOR = re.compile(
@@ -25,6 +27,8 @@ def runnable(signature: Signature, header: str, source: str) -> str:
     """The program of the kernel, with ``emulator_thread`` as its entry."""
 
     def declare(element: str, name: str, dimensions: str, index: int) -> str:
+        if index >= MOST_THREADGROUP_ARRAYS:
+            raise ValueError(f"more than {MOST_THREADGROUP_ARRAYS} threadgroup arrays")
         array = f"emulator::threadgroup_array<{element} {dimensions}, {index}>"
         return f'auto& {name} = {array}("{name}");'
 

@@ -10,6 +10,7 @@ from husky_mlx.device import activation_dtype
 from husky_mlx.kernels import launch
 from husky_mlx.matrix import Matrix
 from husky_mlx.ops.gemv import Platform
+from husky_mlx.places import SIZE
 from husky_mlx.policy import policy
 from husky_mlx.tiles import EmbedShape
 
@@ -20,17 +21,28 @@ def embed(tokens: mx.array, embedding: Callable[[mx.array], mx.array]) -> mx.arr
     return x.astype(activation_dtype(x.dtype))
 
 
-def embed_kernel(tokens: mx.array, table: Matrix, platform: Platform) -> mx.array:
-    """(M,) uint32 token ids -> (M, hidden) in the table's dtype."""
+def embed_kernel(
+    tokens: mx.array,
+    before: mx.array,
+    place: mx.array,
+    length: int,
+    table: Matrix,
+    platform: Platform,
+) -> tuple[mx.array, mx.array]:
+    """(M,) uint32 token ids -> (M, hidden) in the table's dtype, and the place of the next step.
+
+    ``place`` (16,) int32 moves on by ``length`` tokens. ``before`` is not read: it makes the
+    launch, and all that depends on it, wait for its writer.
+    """
     shape = EmbedShape(m=tokens.shape[0], width=table.columns)
     tile = policy("embed", shape, table.bits, platform.chip)
-    (embedded,) = launch(
+    embedded, following = launch(
         "embed",
-        {"tokens": tokens, **table.inputs},
-        [((shape.m, shape.width), table.dtype)],
-        {**table.template, "D": shape.width},
+        {"tokens": tokens, "before": before, "place": place, **table.inputs},
+        [((shape.m, shape.width), table.dtype), ((SIZE,), mx.int32)],
+        {**table.template, "D": shape.width, "LENGTH": length},
         tile.grid(shape),  # type: ignore[arg-type]
         tile.threadgroup,
         platform.backend,
     )
-    return embedded
+    return embedded, following

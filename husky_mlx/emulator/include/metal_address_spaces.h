@@ -23,7 +23,6 @@ using bfloat16_t = bfloat;
 constexpr half operator""h(long double value) { return static_cast<half>(value); }
 constexpr half operator""h(unsigned long long value) { return static_cast<half>(value); }
 
-#define HUSKY_EMULATOR 1
 #define METAL_FUNC inline
 #define INFINITY (__builtin_huge_valf())
 #define NAN (__builtin_nanf(""))

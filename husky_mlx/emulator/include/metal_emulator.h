@@ -4,7 +4,6 @@
 
 // nodebug: an access inside one of these functions carries the line of the body that called it.
 #define HUSKY_FUNC inline __attribute__((always_inline, nodebug))
-#define HUSKY_EMULATOR 1
 #define INFINITY (__builtin_inff())
 #define NAN (__builtin_nanf(""))
 

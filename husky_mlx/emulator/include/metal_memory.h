@@ -50,14 +50,14 @@ HUSKY_FUNC void atomic_store_explicit(volatile atomic<T>* object, type_identity_
   emulator_store_word(object, as_type<uint>(value));
 }
 
-#define HUSKY_FETCH(name, expression)                                                           \
-  template <class T>                                                                            \
-  HUSKY_FUNC T atomic_fetch_##name##_explicit(volatile atomic<T>* object,                       \
-                                              type_identity_t<T> value, memory_order) {         \
-    emulator_atomic(object, EMULATOR_UPDATE);                                                              \
-    const T before = as_type<T>(emulator_load_word(object));                                    \
-    emulator_store_word(object, as_type<uint>(static_cast<T>(expression)));                     \
-    return before;                                                                              \
+#define HUSKY_FETCH(name, expression)                                                      \
+  template <class T>                                                                       \
+  HUSKY_FUNC T atomic_fetch_##name##_explicit(volatile atomic<T>* object,                  \
+                                              type_identity_t<T> value, memory_order) {    \
+    emulator_atomic(object, EMULATOR_UPDATE);                                              \
+    const T before = as_type<T>(emulator_load_word(object));                               \
+    emulator_store_word(object, as_type<uint>(static_cast<T>(expression)));                \
+    return before;                                                                         \
   }
 HUSKY_FETCH(add, before + value)
 HUSKY_FETCH(sub, before - value)
@@ -73,7 +73,9 @@ HUSKY_FETCH(xor, before ^ value)
 namespace emulator {
 
 template <class A> struct Element { using type = A; };
-template <class A, unsigned long N> struct Element<A[N]> { using type = typename Element<A>::type; };
+template <class A, unsigned long N> struct Element<A[N]> {
+  using type = typename Element<A>::type;
+};
 
 // What `threadgroup T name[N];` of a body becomes.
 template <class Array, unsigned index>

@@ -1,6 +1,6 @@
 // What clang's instrumentation calls. -fsanitize=thread calls a __tsan_ function at each load and
-// store of a kernel: only that call is used, not the sanitizer's runtime. -fsanitize=array-bounds and
-// its like call the __ubsan_ handlers, whose arguments are laid out as for compiler-rt's own.
+// store of a kernel: only that call is used, not the sanitizer's runtime. -fsanitize=array-bounds
+// and its like call the __ubsan_ handlers, whose arguments are laid out as for compiler-rt's own.
 #include <string.h>
 
 #include "state.h"

@@ -205,8 +205,8 @@ void* emulator_threadgroup_array(unsigned index, const char* name, unsigned size
 }
 
 void emulator_make_mutable(const void* pointer) {
-  const uint64_t in_arena = static_cast<uint64_t>(static_cast<const unsigned char*>(pointer) - arena);
-  const uint64_t slot = in_arena >> kSlotBits;
+  const int64_t in_arena = static_cast<const unsigned char*>(pointer) - arena;
+  const uint64_t slot = static_cast<uint64_t>(in_arena) >> kSlotBits;
   if (slot >= run.launch->buffer_count || run.launch->buffers[slot].role != Role::input) {
     record_failure("write to input", "mutable_input() was given a pointer into no input");
     abandon();

@@ -94,7 +94,8 @@ void report_divergence() {
     }
   }
   record_failure(at_barrier ? "divergent barrier" : "divergent simd operation",
-                 "threads that have to meet are at different places in threadgroup (%u, %u, %u): %s",
+                 "threads that have to meet are at different places in threadgroup "
+                 "(%u, %u, %u): %s",
                  run.group[0], run.group[1], run.group[2], text);
 }
 

@@ -76,7 +76,8 @@ struct Run {
 extern Run run;
 
 // Records the first failure of the launch, with the note about unwritten memory if there is one.
-__attribute__((format(printf, 2, 3))) void record_failure(const char* kind, const char* format, ...);
+__attribute__((format(printf, 2, 3)))
+void record_failure(const char* kind, const char* format, ...);
 // Leaves the current thread for good; the scheduler ends the launch.
 [[noreturn]] void abandon();
 

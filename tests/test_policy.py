@@ -58,8 +58,10 @@ def test_attention_table(chip, shape, template):
         ("m4max-40c", 4, GemvShape(1, 320, 8192), (4, 4, 2, 2)),
         # K too short to be split.
         ("m4max-40c", 4, GemvShape(1, 320, 1536), (4, 4, 1, 2)),
-        ("h200", 4, GemvShape(1, 28672, 4096, norm=True), (16, 4, 1, 2)),
-        ("h200", 4, GemvShape(1, 4096, 14336), (16, 4, 4, 2)),
+        ("h200", 4, GemvShape(1, 28672, 4096, norm=True), (32, 4, 4, 2)),
+        ("h200", 4, GemvShape(1, 2048, 2048), (16, 16, 16, 1)),
+        ("h200", 4, GemvShape(1, 128256, 2048, norm=True), (16, 4, 1, 4)),
+        ("h200", 4, GemvShape(1, 4096, 14336), (16, 14, 14, 2)),
         # Matrix units take no float32.
         ("h200", 4, GemvShape(1, 28672, 4096, itemsize=4), (4, 2, 1, 1)),
     ],

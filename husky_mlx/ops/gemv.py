@@ -41,7 +41,9 @@ def gemv_tile(
     op: str, rows: int, matrix: Matrix, platform: Platform, norm: bool = False
 ) -> GemvTile:
     """The policy's tile for ``rows`` rows of x against ``matrix``."""
-    shape = GemvShape(m=rows, n=matrix.rows, k=matrix.columns, norm=norm)
+    shape = GemvShape(
+        m=rows, n=matrix.rows, k=matrix.columns, norm=norm, itemsize=matrix.dtype.size
+    )
     tile = policy(op, shape, matrix.bits, platform.chip)
     assert isinstance(tile, GemvTile)
     return tile

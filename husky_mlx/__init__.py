@@ -16,6 +16,12 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "generate", "load", "stream_generate"]
 
 
+def __dir__() -> list[str]:
+    import mlx_lm
+
+    return sorted({*globals(), *__all__, *mlx_lm.__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,6 +21,7 @@ import numpy as np
 
 from husky_mlx.bench_report import BASELINE, describe_run, print_table, report
 from husky_mlx.errors import HuskyError
+from husky_mlx.notices import notice
 from husky_mlx.shapes import SHAPES, shape_config
 
 SEED = 0
@@ -114,7 +115,7 @@ def compare(names: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]
         for name in names:
             engines[name] = running.enter_context(EngineProcess(name, settings))
             loaded[name] = engines[name].reply()
-            _progress(f"{name}: loaded in {loaded[name]['load_s']:.1f} s: {loaded[name]['plan']}")
+            notice(f"{name}: loaded in {loaded[name]['load_s']:.1f} s: {loaded[name]['plan']}")
         target = loaded[names[0]]["target"]
         prompt_tokens, generation_tokens = (
             settings[key] or default
@@ -122,9 +123,7 @@ def compare(names: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]
                 ("prompt_tokens", "generation_tokens"), DEFAULT_LENGTHS[target], strict=True
             )
         )
-        _progress(
-            f"{target}: -p {prompt_tokens} -g {generation_tokens} -n {settings['num_trials']}"
-        )
+        notice(f"{target}: -p {prompt_tokens} -g {generation_tokens} -n {settings['num_trials']}")
         vocabulary = min(reply["vocab_size"] for reply in loaded.values())
         prompt = np.random.default_rng(settings["seed"]).integers(vocabulary, size=prompt_tokens)
         request = {"prompt": prompt.tolist(), "generation_tokens": generation_tokens}
@@ -136,7 +135,7 @@ def compare(names: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]
             for name in turn:
                 trials[name].append(engines[name].trial(request))
             speeds = ", ".join(f"{name} {trials[name][-1]['decode_tps']:.1f}" for name in names)
-            _progress(f"round {number} of {len(order)}: decode tok/s {speeds}")
+            notice(f"round {number} of {len(order)}: decode tok/s {speeds}")
     done = {**settings, "prompt_tokens": prompt_tokens, "generation_tokens": generation_tokens}
     return report(done, loaded, cold, trials) | {"order": order}
 
@@ -228,10 +227,6 @@ def _engine_names(text: str) -> list[str]:
     return names
 
 
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m husky_mlx.bench", description=__doc__)
     add_arguments(parser)
@@ -239,7 +234,7 @@ def main() -> int:
     try:
         return run(parser.parse_args())
     except HuskyError as error:
-        _progress(f"error: {error}")
+        notice(f"error: {error}")
         return 1
     except KeyboardInterrupt:
         return 130

@@ -31,15 +31,16 @@ FIGURES = {
 
 
 def summarise(values: Sequence[float]) -> dict[str, Any]:
-    """Median, min, max, spread (max - min over the median) and whether it is over 10 %."""
+    """Median, min, max, spread (max - min over the median; None of one value) and whether it is
+    over 10 %."""
     median, low, high = statistics.median(values), min(values), max(values)
-    spread = (high - low) / median
+    spread = (high - low) / median if len(values) > 1 else None
     return {
         "median": median,
         "min": low,
         "max": high,
         "spread": spread,
-        "noisy": spread > NOISY_SPREAD,
+        "noisy": spread is not None and spread > NOISY_SPREAD,
     }
 
 
@@ -140,23 +141,29 @@ def print_table(result: Mapping[str, Any]) -> None:
         cells = [form.format(engine[key]) for engine in engines.values()]
         rows.append([label, *cells, *[""] * len(ratios)])
 
+    rounds = settings["num_trials"]
     machine, versions = result["machine"], result["versions"]
     weights = "{bits} bit, groups of {group_size}, {dtype}, ".format_map(settings)
     print(
         f"{settings['model']}: {weights if settings['config'] else ''}"
-        f"{settings['num_trials']} rounds, temp {settings['temp']}"
+        f"{rounds} {'round' if rounds == 1 else 'rounds'}, temp {settings['temp']}"
     )
     print(f"{result['target']}: {machine['device']}, {machine['cores']} cores, {machine['os']}")
     print(", ".join(f"{name} {number}" for name, number in versions.items()))
     for name, engine in engines.items():
         print(f"{name}: {', '.join(engine['dtypes'])}; {engine['plan']}".replace("\n", "; "))
-    print("median (min to max); ! marks a spread over 10 %; ratios are medians over rounds\n")
+    if rounds == 1:
+        print("one round: the spread is unknown, -n 5 shows it\n")
+    else:
+        print("median (min to max); ! marks a spread over 10 %; ratios are medians over rounds\n")
     _print_rows(header, rows)
     if result["noisy"]:
         print(f"\nspread over 10 %: {', '.join(result['noisy'])}. Is the machine busy?")
 
 
 def _cell(figure: Mapping[str, Any]) -> str:
+    if figure["spread"] is None:
+        return f"{figure['median']:.1f}"
     mark = " !" if figure["noisy"] else ""
     return f"{figure['median']:.1f} ({figure['min']:.1f} to {figure['max']:.1f}){mark}"
 

@@ -108,6 +108,10 @@ class CacheBuffers:
         """Bytes that are allocated."""
         return 0 if self._keys is None else self._keys.nbytes + self._values.nbytes  # type: ignore[union-attr]
 
+    def __copy__(self) -> Any:
+        """As deep: two caches must not write one buffer."""
+        return copy.deepcopy(self)
+
     def __deepcopy__(self, memo: dict) -> Any:
         """A cache of its own: one real copy."""
         self.settle()
@@ -162,11 +166,13 @@ class CacheBuffers:
         """Take the buffers that a step made of ours."""
         self._keys, self._values = keys, values
 
-    def allow_writing(self, slot: int) -> None:
-        """See to it that a kernel may write rows from ``slot`` on in place: copy if need be."""
-        if not self._owned or slot < self._exposed:
+    def allow_writing(self, slot: int, dtype: mx.Dtype) -> None:
+        """See to it that a kernel may write ``dtype`` rows from ``slot`` on: copy if need be."""
+        free = self._owned and slot >= self._exposed
+        # A step that is under way has seen to the dtype, and asking costs time at every token.
+        if not free or (self.ordering is None and self._keys.dtype != dtype):  # type: ignore[union-attr]
             self.settle()
-            self._own()
+            self._own(dtype)
 
     def settle(self) -> None:
         """Wait for the step that wrote last."""
@@ -178,9 +184,11 @@ class CacheBuffers:
         self._keys, self._values = buffers
         self._owned, self._exposed = True, 0
 
-    def _own(self) -> None:
+    def _own(self, dtype: mx.Dtype | None = None) -> None:
         if self._keys is not None and self._values is not None:
-            self._take(mx.contiguous(mx.array(x)) for x in (self._keys, self._values))
+            self._take(mx.contiguous(mx.array(x, dtype)) for x in (self._keys, self._values))
+            # A copy that is made later would hold what others have written by then.
+            mx.eval(self._keys, self._values)
 
     def _show(self) -> None:
         if self._keys is not None:

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as stock
 
 from husky_mlx.buffers import CacheBuffers, check_layout, check_limit, handles
-from husky_mlx.device import memory_left, require_memory
+from husky_mlx.memory import memory_left, require_memory
 from husky_mlx.structure import AFFINE_BITS, AFFINE_GROUP_SIZES
 
 

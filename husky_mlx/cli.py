@@ -46,8 +46,8 @@ _DESCRIPTIONS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line (``sys.argv`` by default).
+def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
+    """Run one command line (``sys.argv`` by default); ``program`` is its name in messages.
 
     Returns 0, 1 where something failed, 2 for a wrong command line, 130 when interrupted. An error
     is one line on stderr, and with ``--debug`` its traceback before that line.
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an answer does not end at what LANG cannot show
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv), settings)
+        code = _run(list(sys.argv[1:] if argv is None else argv), settings, program)
         sys.stdout.flush()
         return code
     except SystemExit as stop:
@@ -75,13 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = " ".join(str(error).split())
         if not text or not isinstance(error, HuskyError | OSError | ValueError):
             text = f"{type(error).__name__}: {text}"
-        print(f"husky: error: {text}", file=sys.stderr)
+        print(f"{program or 'husky'}: error: {text}", file=sys.stderr)
         return 1
 
 
 def main_convert() -> int:
     """``husky-convert`` is ``husky convert``."""
-    return main(["convert", *sys.argv[1:]])
+    return main(["convert", *sys.argv[1:]], "husky-convert")
 
 
 def main_compile() -> int:
@@ -94,7 +94,7 @@ def main_compile() -> int:
     return 1
 
 
-def _run(argv: list[str], settings: argparse.Namespace) -> int:
+def _run(argv: list[str], settings: argparse.Namespace, program: str | None) -> int:
     for word in argv:
         # Python stands a surrogate for each such byte; no tokenizer and no MLX call takes those.
         if any("\ud800" <= letter <= "\udfff" for letter in word):
@@ -113,7 +113,8 @@ def _run(argv: list[str], settings: argparse.Namespace) -> int:
     if command in _OURS:
         return _run_ours(command, [*before, *arguments], settings)
     if command in theirs:
-        return forward.forward(command, theirs[command], before, arguments, settings)
+        program = program or f"husky {command}"
+        return forward.forward(command, theirs[command], before, arguments, settings, program)
     print(f"husky: error: {_unknown(rest[0], [*_OURS, *theirs])}", file=sys.stderr)
     return 2
 

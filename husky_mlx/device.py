@@ -1,4 +1,4 @@
-"""What this process computes on: the target, its name, its memory, its fastest activation dtype."""
+"""What this process computes on: the target, its name, its fastest activation dtype."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import functools
 import shutil
 
 import mlx.core as mx
-import psutil
-
-from husky_mlx.errors import MemoryLimitError
 
 TARGETS = ("metal", "cuda", "cpu")
 
@@ -70,40 +67,3 @@ def _probe_compile() -> str | None:
     except (RuntimeError, ValueError, OSError) as error:
         return f"MLX could not compile here: {str(error).strip().splitlines()[0]}"
     return None
-
-
-def memory_limit() -> int:
-    """Bytes that MLX should keep below: Metal's recommended working set, else the memory there is.
-
-    Off Metal MLX reports no recommendation: the limit is then the memory of the GPU, or of the
-    machine for the CPU build.
-    """
-    info = mx.device_info()
-    for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
-        if info.get(key):
-            return int(info[key])
-    return psutil.virtual_memory().total
-
-
-def memory_left() -> int:
-    """Bytes below ``memory_limit()`` that MLX does not hold yet."""
-    return max(memory_limit() - mx.get_active_memory(), 0)
-
-
-def require_memory(needed: int, purpose: str, advice: str) -> None:
-    """Raise MemoryLimitError if ``needed`` more bytes would pass ``memory_limit()``.
-
-    ``advice`` is a sentence on what would fit.
-    """
-    left = memory_left()
-    if needed <= left:
-        return
-    raise MemoryLimitError(
-        f"{purpose} needs {megabytes(needed)}, but {megabytes(left)} of this device's "
-        f"{megabytes(memory_limit())} are left. {advice}"
-    )
-
-
-def megabytes(size: int) -> str:
-    """A size in bytes for people, in units of 10^6 bytes."""
-    return f"{size / 1e6:,.0f} MB" if size >= 1e6 else f"{size:,} bytes"

@@ -4,9 +4,9 @@ Two doors are changed while a ``DropIn`` is installed, and both are put back aft
 
 * ``mlx_lm.utils.MODEL_REMAPPING`` sends each supported model type to a module that builds our
   model, for the code that calls ``load_model`` (``sharded_load`` does);
-* ``load``, ``load_tokenizer``, ``load_prompt_cache`` and ``stream_generate`` are replaced wherever
-  a loaded mlx-lm module has bound them, so that every ``--model`` takes an alias or a ``.gguf``
-  file.
+* ``load``, ``load_tokenizer``, ``load_prompt_cache``, ``generate`` and ``stream_generate`` are
+  replaced wherever a loaded mlx-lm module has bound them, so that every ``--model`` takes an alias
+  or a ``.gguf`` file.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ import mlx.nn as nn
 import mlx_lm.utils
 from mlx_lm.models.cache import load_prompt_cache
 
-from husky_mlx import gguf_tokenizer, load, sources, stream_generate
+from husky_mlx import generate, gguf_tokenizer, load, sources, stream_generate
 from husky_mlx.config import SUPPORTED_MODEL_TYPES, LlamaConfig
 from husky_mlx.contract import violations
 from husky_mlx.errors import CheckpointError, UnsupportedModel
 from husky_mlx.loading import BACKENDS
 from husky_mlx.model import Model
+from husky_mlx.notices import notice
 
 MODULE = "mlx_lm.models.husky_llama"
 
@@ -74,7 +75,11 @@ class DropIn:
             (utils.load_tokenizer, functools.partial(_load_tokenizer, utils.load_tokenizer)),
             (
                 mlx_lm.stream_generate,
-                functools.partial(self._stream_generate, mlx_lm.stream_generate),
+                functools.partial(self._choose, stream_generate, mlx_lm.stream_generate),
+            ),
+            (
+                mlx_lm.generate,
+                functools.partial(self._choose, generate, mlx_lm.generate),
             ),
             (
                 load_prompt_cache,
@@ -148,14 +153,9 @@ class DropIn:
             self._noticed.add(text)
             notice(text)
 
-    def _stream_generate(self, stock: Callable, *arguments: Any, **options: Any) -> Any:
-        chosen = stream_generate if self.chosen_backend == "husky" else stock
+    def _choose(self, ours: Callable, stock: Callable, *arguments: Any, **options: Any) -> Any:
+        chosen = ours if self.chosen_backend == "husky" else stock
         return chosen(*arguments, **options)
-
-
-def notice(text: str) -> None:
-    """One line for people, kept off stdout."""
-    print(f"husky: {text}", file=sys.stderr, flush=True)
 
 
 def _rebind(old: Callable, new: Callable) -> None:
@@ -168,7 +168,7 @@ def _rebind(old: Callable, new: Callable) -> None:
 
 def _load_tokenizer(stock: Callable, model_path: Any, *arguments: Any, **options: Any) -> Any:
     name = str(model_path)
-    if name in sources.ALIASES or name.endswith(".gguf"):
+    if sources.alias(name) or name.endswith(".gguf"):
         path = sources.resolve(name)
         if path.suffix == ".gguf":
             extra = arguments[0] if arguments else options.get("tokenizer_config_extra")

@@ -19,13 +19,17 @@ class UnsupportedModel(HuskyError, ValueError):
         self.source = source
         self.differences = list(differences)
         listed = "; ".join(self.differences)
-        # mlx-lm does not read GGUF files.
-        elsewhere = (
-            ""
-            if source.endswith(".gguf")
-            else ' It may run on stock mlx-lm: load(..., backend="mlx") or --backend mlx.'
+        advice = (
+            ' It may run on stock mlx-lm: load(..., fallback="mlx") or --backend mlx.'
+            if self.may_run_elsewhere
+            else ""
         )
-        super().__init__(f"{source}: not supported by husky_mlx: {listed}.{elsewhere}")
+        super().__init__(f"{source}: not supported by husky_mlx: {listed}.{advice}")
+
+    @property
+    def may_run_elsewhere(self) -> bool:
+        """Whether trying mlx-lm's own class makes sense: it does not read GGUF files."""
+        return not self.source.endswith(".gguf")
 
     def __reduce__(self) -> tuple[type, tuple[str, list[str]]]:
         """Other processes get it whole: the message alone would not build it again."""

@@ -10,6 +10,7 @@ import ast
 import contextlib
 import importlib
 import importlib.util
+import io
 import math
 import socket
 import sys
@@ -18,12 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from husky_mlx.errors import HuskyError
+from husky_mlx.notices import notice
 
 if TYPE_CHECKING:
     from husky_mlx.dropin import DropIn
 
 # Where mlx-lm's commands keep the names of models, once parsed.
 _MODEL_ARGUMENTS = ("model", "hf_path", "draft_model", "quantized_model")
+# Modules that mlx-lm does not install itself and imports late or at once.
+_EXTRA_MODULES = {"evaluate": "lm_eval", "perplexity": "datasets", "dwq": "datasets"}
+_SCANS_CACHE = ("manage", "server")
 
 
 def debug_option(prog: str) -> argparse.ArgumentParser:
@@ -122,17 +127,20 @@ def forward(
     before: Sequence[str],
     arguments: Sequence[str],
     settings: argparse.Namespace,
+    program: str,
 ) -> int:
-    """Run ``module.main()`` under the drop-in as ``husky COMMAND ARGUMENTS``; returns 0.
+    """Run ``module.main()`` under the drop-in as ``PROGRAM ARGUMENTS``; returns 0.
 
-    ``before`` holds our options that stood before the command; all of ours end up in
-    ``settings``. Whatever the command raises passes through.
+    ``program`` is what its usage line names. ``before`` holds our options that stood before the
+    command; all of ours end up in ``settings``. Whatever the command raises passes through.
     """
     from husky_mlx.dropin import DropIn
     from husky_mlx.serving import guarded
 
     typed = sys.argv
-    sys.argv = [f"husky {command}", *arguments]
+    sys.argv = [program, *arguments]
+    if command in _SCANS_CACHE:
+        _make_hub_cache()
     try:
         with DropIn() as dropin, contextlib.ExitStack() as stack:
             command_main = importlib.import_module(module).main
@@ -140,13 +148,33 @@ def forward(
                 stack.enter_context(guarded())
             with _parser_hook(command, before, settings, dropin):
                 command_main()
+    except EOFError:
+        if command != "chat":  # where it is the way to leave
+            raise
+        print()
     except ModuleNotFoundError as error:
-        raise HuskyError(
-            f"husky {command} needs the package {error.name!r}, which is not installed"
-        ) from error
+        raise HuskyError(_missing(command, error.name)) from error
     finally:
         sys.argv = typed
     return 0
+
+
+def _missing(command: str, module: str | None) -> str:
+    if module not in _EXTRA_MODULES.values():
+        return f"husky {command} needs the package {module!r}, which is not installed"
+    package = str(module).replace("_", "-")
+    return (
+        f"husky {command} needs the package {package!r}, which is not installed: "
+        f"pip install {package}"
+    )
+
+
+def _make_hub_cache() -> None:
+    """An empty Hugging Face cache where there is none: mlx-lm stumbles over a missing one."""
+    from huggingface_hub import constants
+
+    with contextlib.suppress(OSError):  # the command itself says what is wrong with it
+        Path(constants.HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)
 
 
 @contextlib.contextmanager
@@ -159,17 +187,23 @@ def _parser_hook(
     which are the values of options.
     """
     stock = argparse.ArgumentParser.parse_args
+    early = io.StringIO()
+    holding = contextlib.ExitStack()
 
     def parse_args(parser, args=None, namespace=None):
         argparse.ArgumentParser.parse_args = stock  # type: ignore[method-assign]
-        parser.prog = f"husky {command}"
+        holding.close()
+        parser.prog = sys.argv[0]
         own, theirs = take_own(sys.argv[1:] if args is None else args, parser)
         own_options(parser.prog).parse_args([*before, *own], namespace=settings)
         has_window = "--max-kv-size" in parser._option_string_actions
         if has_window and settings.max_kv_size is not None:
             parser.set_defaults(max_kv_size=settings.max_kv_size)
-        parser.epilog = " ".join(filter(None, (parser.epilog, _note(has_window))))
+        has_model = "--model" in parser._option_string_actions
+        note = _note(has_window) if has_model else "It also takes --debug (tracebacks)."
+        parser.epilog = " ".join(filter(None, (parser.epilog, note)))
         parsed = stock(parser, theirs, namespace)
+        sys.stdout.write(early.getvalue())
         if has_window:
             settings.max_kv_size = parsed.max_kv_size
         _configure(dropin, command, settings, parser, parsed, theirs)
@@ -177,8 +211,11 @@ def _parser_hook(
 
     argparse.ArgumentParser.parse_args = parse_args  # type: ignore[method-assign]
     try:
+        # What a command says before it knows its command line is no part of its --help.
+        holding.enter_context(contextlib.redirect_stdout(early))
         yield
     finally:
+        holding.close()
         argparse.ArgumentParser.parse_args = stock  # type: ignore[method-assign]
 
 
@@ -192,7 +229,6 @@ def _configure(
 ) -> None:
     """Hand our options to the drop-in, and check early what mlx-lm would report late."""
     from husky_mlx import sources
-    from husky_mlx.dropin import notice
 
     has_window = "--max-kv-size" in parser._option_string_actions
     dropin.backend = settings.backend
@@ -212,10 +248,13 @@ def _configure(
         dropin.announce = not given and command != "server"
     # mlx-lm's save and prompt caches look up the name that they were given as a path.
     for name in _MODEL_ARGUMENTS:
-        if getattr(parsed, name, None) in sources.ALIASES:
+        if sources.alias(str(getattr(parsed, name, None))):
             setattr(parsed, name, str(sources.resolve(getattr(parsed, name), notify=notice)))
     if not 0 <= getattr(parsed, "temp", 0) < math.inf:
         parser.error(f"--temp must be a number from 0 up, found {parsed.temp}")
+    extra = _EXTRA_MODULES.get(command)
+    if extra is not None and importlib.util.find_spec(extra) is None:
+        raise HuskyError(_missing(command, extra))
     if command == "server":
         _check_server(parsed)
 
@@ -223,7 +262,6 @@ def _configure(
 def _check_server(parsed: argparse.Namespace) -> None:
     """Fail before the server's threads start: one that is busy or loading outlives the failure."""
     from husky_mlx import sources
-    from husky_mlx.dropin import notice
 
     if parsed.model is None:
         notice("no --model given: mlx-lm's server has no default, each request must name its model")

@@ -44,10 +44,19 @@ class DecodeStep:
         # back here, or replaced weights would never be freed.
         self._kind_of_layer = graph.kind_of_layer
         self._in_place = graph.in_place
+        self._self_test = graph.self_test
+        self.longest = graph.longest
+        self._dtype = graph.dtype
         self._nothing = graph.nothing_before
         self._plan = plan
         self._logits = mx.compile(graph.logits) if graph.compiled else graph.logits
         self._greedy = mx.compile(graph.greedy) if graph.compiled else graph.greedy
+
+    def proven(self, rows: int, batched: bool) -> DecodeStep:
+        """This step if its kernels are right for ``rows`` rows, else one that has none."""
+        if self._self_test is None or self._self_test.passes(rows, batched):
+            return self
+        return DecodeStep(self._self_test.twin, self._plan)
 
     def logits(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """(B, L) token ids -> logits (B, L, vocabulary); each cache gains L rows."""
@@ -77,15 +86,16 @@ class DecodeStep:
         ]
         # mlx-lm feeds int32 prompts and uint32 samples: two dtypes would be two traces.
         inputs = (tokens.astype(mx.uint32), places, padding is not None)
-        # One array for all layers: the next step evaluates the first layer's only, and each other
-        # one would grow a chain of additions.
-        offset = start + length
         if self._in_place:
             for kind, cache in zip(self._kind_of_layer, caches, strict=True):
-                cache.allow_writing(slots[kind][0])
+                cache.allow_writing(slots[kind][0], self._dtype)
             *results, places = self._write_in_place(step, inputs, caches)
         else:
             *results, places = self._replace(step, inputs, caches)
+        # A batch counts on the device. One array for all layers, taken from what the step computes
+        # anyway: added up on the host side, each would grow a chain of additions.
+        rows = tokens.shape[0]
+        offset = start + length if padding is None else places[0][POSITIONS : POSITIONS + rows]
         for cache in caches:
             cache.end_step(offset)
         for cache, (slot, live), place in zip(leaders, slots.values(), places, strict=True):
@@ -97,6 +107,8 @@ class DecodeStep:
         self, step: Callable, inputs: tuple, caches: Sequence[Any]
     ) -> tuple[mx.array, ...]:
         """The step returns the buffers; MLX writes in place where nothing else holds them."""
+        for cache in caches:
+            cache.settle()
         keys, values = zip(*(cache.buffers() for cache in caches), strict=True)
         *results, keys, values = step(*inputs, list(keys), list(values))
         for cache, *buffers in zip(caches, keys, values, strict=True):
@@ -108,6 +120,10 @@ class DecodeStep:
     ) -> tuple[mx.array, ...]:
         """The step writes the buffers itself and returns the order of that."""
         before = caches[0].ordering
+        for cache in caches:
+            # Put in from another list.
+            if cache.ordering is not before:
+                cache.settle()
         keys, values = zip(*(cache.buffers() for cache in caches), strict=True)
         *results, ordering = step(
             *inputs, list(keys), list(values), self._nothing if before is None else before
@@ -123,6 +139,9 @@ class StepGraph:
     in_place = False
     compiled = True
     nothing_before = None
+    dtype = None
+    longest = 1
+    self_test = None
 
     def __init__(self, config: LlamaConfig, weights: StepWeights, plan: Plan):
         self.config = config

@@ -17,10 +17,9 @@ from husky_mlx.errors import MemoryLimitError
 from husky_mlx.freeze import DecodeStep
 from husky_mlx.graphs import choose_graph
 from husky_mlx.pack import FUSIONS, Separate, StepWeights, pack_layers
+from husky_mlx.places import MAX_ROWS
 from husky_mlx.plan import Plan
 from husky_mlx.snapshot import Snapshot
-
-MAX_ROWS = 4
 
 
 class Frozen:
@@ -81,7 +80,18 @@ class Frozen:
             with self._lock:
                 if self._stale():
                     self.freeze(model)
-        return self._step
+        step = self._step
+        if step is None:
+            return None
+        proven = step.proven(rows * length, type(caches[0]) is BatchKVCache)
+        if proven is not step:
+            # Unless somebody changed the weights meanwhile.
+            with self._lock:
+                self._step = proven if self._step is step else self._step
+        if length > proven.longest:
+            self._sweep(model)
+            return None
+        return proven
 
     def _stale(self) -> bool:
         return self._step_revision != self.revision
@@ -127,6 +137,10 @@ class Frozen:
         if built_from is not None and not built_from.fits(model):
             self.invalidate()
 
+    def say_dtype(self, model: Any) -> None:
+        """Write into the plan what the model as it is now computes in."""
+        self.plan.activations = str(model.model.activation_dtype()).removeprefix("mlx.core.")
+
     def freeze(self, model: Any) -> None:
         """Fuse the projections and build the step for the weights as they are now.
 
@@ -137,8 +151,9 @@ class Frozen:
         self._step, self._built_from, self._step_revision = None, None, -1
         # A constant that is not evaluated yet would be computed again at every call.
         mx.eval(model.parameters())
+        self.say_dtype(model)
         if (part := model.foreign_part()) is not None:
-            self.plan.notes = [f"decode: reference path ({part})"]
+            self.plan.foreign_part, self.plan.notes = part, []
             self._built_from, self._step_revision = Snapshot.of(model), revision
             return
         layers = pack_layers(model.layers)
@@ -148,19 +163,21 @@ class Frozen:
             norm=model.model.norm.weight,
             head=model.head(),
         )
-        self.plan.activations = str(model.model.activation_dtype()).removeprefix("mlx.core.")
-        self.plan.notes = _unfused(layers)
+        self.plan.foreign_part, self.plan.notes = None, _unfused(layers)
         self._step = DecodeStep(choose_graph(self.config, weights, self.plan), self.plan)
         self._built_from, self._step_revision = Snapshot.of(model), revision
 
 
 def takes(tokens: mx.array, caches: Sequence[Any]) -> bool:
     """Whether a call is one decode step: one token a row, at most four rows, caches of ours that
-    hold something already and agree on where they are."""
+    hold something already and agree on where they are. Two to four tokens of one sequence are one
+    too where the step is that long and no row of theirs overwrites another."""
     rows, length = tokens.shape
-    if length != 1 or rows > MAX_ROWS:
+    if not 1 <= rows * length <= MAX_ROWS:
         return False
     first = caches[0]
+    if length > 1 and any(type(c) is not KVCache for c in caches):
+        return False
     if type(first) is BatchKVCache:
         return all(type(c) is BatchKVCache and not c.empty() for c in caches) and (
             first.left_padding.shape[0] == rows

@@ -6,10 +6,11 @@ The same step as ``freeze.StepGraph``, which is its twin in plain ``mx`` code.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from husky_mlx.buffers import check_layout
 from husky_mlx.config import LlamaConfig
 from husky_mlx.matrix import Matrix, matrix_of
 from husky_mlx.ops.attention_decode import attention_decode_kernel
@@ -21,8 +22,11 @@ from husky_mlx.ops.rms_gate_up_swiglu import rms_gate_up_swiglu_kernel
 from husky_mlx.ops.rms_lm_head import rms_lm_head_argmax_kernel, rms_lm_head_kernel
 from husky_mlx.ops.rms_qkv_rope_append import Heads, rms_qkv_rope_append_kernel
 from husky_mlx.pack import StepWeights
-from husky_mlx.places import PADDING, POSITIONS, advance
+from husky_mlx.places import MAX_ROWS, PADDING, POSITIONS, advance
 from husky_mlx.plan import Plan
+
+if TYPE_CHECKING:
+    from husky_mlx.selftest import SelfTest
 
 ORDER_SIZE = 8  # smaller inputs are in another address space on Metal
 
@@ -113,9 +117,19 @@ class FusedGraph:
     """
 
     in_place = True
+    longest = MAX_ROWS
 
-    def __init__(self, config: LlamaConfig, weights: FusedWeights, plan: Plan, platform: Platform):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        weights: FusedWeights,
+        plan: Plan,
+        platform: Platform,
+        self_test: SelfTest | None = None,
+    ):
         self.config = config
+        self.self_test = self_test
+        self.dtype = weights.embedding.dtype
         self.weights = weights
         self.plan = plan
         self.platform = platform
@@ -154,6 +168,8 @@ class FusedGraph:
         self.plan.count("traces")
         eps, platform = self.config.rms_norm_eps, self.platform
         rows, length = tokens.shape
+        for buffer in (*keys, *values):
+            check_layout(buffer, self.config.num_key_value_heads, self.config.head_dim)
         positions = places[0][POSITIONS : POSITIONS + rows * length]
         left_padding = places[0][PADDING : PADDING + rows] if batched else None
         x, following = embed_kernel(

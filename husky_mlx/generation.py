@@ -24,7 +24,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from husky_mlx.errors import MemoryLimitError
 from husky_mlx.greedy import greedy_tokens
 from husky_mlx.model import Model
-from husky_mlx.request import check_request, check_text
+from husky_mlx.request import check_options, check_request, check_text
 
 # Options of mlx-lm's loop that say nothing to a greedy one.
 _SAMPLING_OPTIONS = (
@@ -72,8 +72,9 @@ def stream_generate(
     """Stream a reply, a GenerationResponse a token; arguments as ``mlx_lm.stream_generate``.
 
     The user's limit (``max_context``) or memory ends a reply with finish_reason "length". Raises
-    ValueError for an empty prompt and for token ids outside the vocabulary, ContextLimitError for
-    a prompt over the limit, and MemoryLimitError for one that does not fit the device.
+    TypeError for an option that does not exist, ValueError for an empty prompt and for token ids
+    outside the vocabulary, ContextLimitError for a prompt over the limit, and MemoryLimitError for
+    one that does not fit the device.
     """
     if not isinstance(model, Model):
         yield from stock_stream_generate(
@@ -82,6 +83,7 @@ def stream_generate(
         return
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
+    check_options(kwargs)
     tokens = _encode(tokenizer, prompt)
     max_tokens = check_request(model, tokens, max_tokens, kwargs, draft_model)
     max_kv_size = kwargs.pop("max_kv_size", None)
@@ -129,10 +131,10 @@ def generate(
     Arguments as ``mlx_lm.generate``; the rest goes to ``stream_generate``.
     """
     rule = "=" * 10
-    pieces = []
-    if verbose:
-        print(rule)
+    pieces: list[str] = []
     for response in stream_generate(model, tokenizer, prompt, **kwargs):
+        if verbose and not pieces:
+            print(rule)  # not before: a request that is refused prints nothing
         pieces.append(response.text)
         if verbose:
             print(response.text, end="", flush=True)

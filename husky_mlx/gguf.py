@@ -15,11 +15,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from husky_mlx.device import activation_dtype, require_memory
+from husky_mlx.device import activation_dtype
 from husky_mlx.errors import CheckpointError, UnsupportedModel
 from husky_mlx.gguf_blocks import BITS, GROUP_SIZE, unpack
 from husky_mlx.gguf_config import check_architecture, config_from, open_gguf
 from husky_mlx.gguf_file import BLOCK_TYPES, GGUFFile, Tensor
+from husky_mlx.memory import require_memory
 
 TOP_NAMES = {
     "token_embd": "model.embed_tokens",

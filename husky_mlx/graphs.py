@@ -11,19 +11,31 @@ from husky_mlx.fused import FusedGraph, fused_weights
 from husky_mlx.ops.gemv import Platform
 from husky_mlx.pack import StepWeights
 from husky_mlx.plan import Plan
+from husky_mlx.selftest import SelfTest
+
+
+def kernel_platform() -> Platform | None:
+    """Where kernels run on MLX's default device; None on the CPU."""
+    target = device.target()
+    return None if target == "cpu" else Platform(chips.detect(), target)
 
 
 def choose_graph(config: LlamaConfig, weights: StepWeights, plan: Plan) -> StepGraph | FusedGraph:
     """The graph for these weights on MLX's default device; the plan says which and why."""
-    target = device.target()
-    if target == "cpu":
+    twin = StepGraph(config, weights, plan)
+    platform = kernel_platform()
+    if platform is None:
         plan.kernels = "plain mx operations"
-        return StepGraph(config, weights, plan)
-    made = "HUSKY_KERNELS is 0"
-    if os.environ.get("HUSKY_KERNELS", "1") not in ("", "0"):
-        made = fused_weights(config, weights)  # type: ignore[assignment]
+        return twin
+    if os.environ.get("HUSKY_KERNELS", "1") in ("", "0"):
+        plan.kernels = "plain mx operations (HUSKY_KERNELS is 0)"
+        return twin
+    made = fused_weights(config, weights)
     if isinstance(made, str):
         plan.kernels = f"plain mx operations ({made})"
-        return StepGraph(config, weights, plan)
+        return twin
+    self_test = SelfTest(config, made, twin, platform)
+    if not self_test.passes(1, batched=False):
+        return twin
     plan.kernels = "fused kernels"
-    return FusedGraph(config, made, plan, Platform(chips.detect(), target))
+    return FusedGraph(config, made, plan, platform, self_test)

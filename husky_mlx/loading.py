@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,9 +18,11 @@ from mlx_lm.utils import load as stock_load
 
 from husky_mlx import checkpoint, gguf_tokenizer, sources
 from husky_mlx.config import LlamaConfig
-from husky_mlx.device import activation_dtype, megabytes, require_memory
+from husky_mlx.device import activation_dtype
 from husky_mlx.errors import CheckpointError, UnsupportedModel
+from husky_mlx.memory import megabytes, require_memory
 from husky_mlx.model import SINK_TOKENS, Model
+from husky_mlx.notices import notice
 from husky_mlx.request import check_size
 from husky_mlx.structure import check_structure, drop_unread
 
@@ -68,12 +69,12 @@ def load(
         raise ValueError(f"fallback must be None or 'mlx', found {fallback!r}")
     _check_limits(max_context, max_kv_size)
     path = sources.resolve(
-        os.fsdecode(path_or_hf_repo), revision=revision, notify=_notify if verbose else None
+        os.fsdecode(path_or_hf_repo), revision=revision, notify=notice if verbose else None
     )
 
     def load_stock(reason: str) -> tuple[Any, ...]:
         if verbose:
-            _notify(f"{path} runs on mlx-lm's model class: {reason}")
+            notice(f"{path} runs on mlx-lm's model class: {reason}")
         return stock_load(
             str(path),
             tokenizer_config=tokenizer_config,
@@ -117,7 +118,7 @@ def load(
         _materialize(model, str(path), held)
     if verbose:
         plan = getattr(model, "plan", f"{path} runs on mlx-lm's model class: backend is mlx")
-        _notify(str(plan).replace("\n", " | "))
+        notice(str(plan).replace("\n", " | "))
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -195,7 +196,7 @@ def _materialize(model: nn.Module, source: str, held: int = 0) -> None:
 
 
 def _bytes_of(model: nn.Module) -> int:
-    return sum(value.nbytes for _, value in tree_flatten(model.parameters()))
+    return sum(value.nbytes for value in dict(tree_flatten(model.parameters())).values())
 
 
 def _widen_scales(model: Model) -> None:
@@ -243,7 +244,3 @@ def _choice(name: str, value: str) -> str:
     if value not in BACKENDS:
         raise ValueError(f"{name} must be one of {BACKENDS}, found {value!r}")
     return value
-
-
-def _notify(line: str) -> None:
-    print(line, file=sys.stderr)

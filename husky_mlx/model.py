@@ -20,7 +20,7 @@ from husky_mlx import device
 from husky_mlx.cache import KVCache, RotatingKVCache
 from husky_mlx.config import LlamaConfig
 from husky_mlx.freeze import DecodeStep
-from husky_mlx.frozen import Frozen, eager_reason
+from husky_mlx.frozen import MAX_ROWS, Frozen, eager_reason
 from husky_mlx.ops.embed import embed
 from husky_mlx.ops.rotate import rotation
 from husky_mlx.pack import FUSIONS
@@ -148,7 +148,9 @@ class Model(Tracked):
         self.plan = Plan(
             target=device.target(),
             chip=device.chip(),
-            model=f"{args.model_type}, {args.num_hidden_layers} layers of {args.hidden_size}",
+            model=f"{args.model_type}, {args.num_hidden_layers} layers of {args.hidden_size}"
+            f"{_windows(args, max_kv_size)}",
+            max_rows=MAX_ROWS,
             eager_reason=eager_reason(),
         )
         super().__init__(Frozen(args, self.plan))
@@ -184,6 +186,7 @@ class Model(Tracked):
 
     def prepare(self) -> None:
         """Fuse and freeze now instead of at the first decode; evaluates the weights."""
+        self._frozen.say_dtype(self)
         if self.plan.eager_reason is None:
             self._frozen.freeze(self)
 
@@ -242,6 +245,7 @@ class Model(Tracked):
             mlp.down_proj = shard_linear(mlp.down_proj, "sharded-to-all", group=group)
             attention.n_heads //= group.size()
             attention.n_kv_heads //= group.size()
+        self._frozen.invalidate()
         self.plan.eager_reason = f"sharded over {group.size()}"
 
     @property
@@ -262,3 +266,15 @@ class Model(Tracked):
         if bound is not None:
             return RotatingKVCache(max_size=bound, keep=SINK_TOKENS)
         return KVCache(limit=self.max_context)
+
+
+def _windows(args: LlamaConfig, max_kv_size: int | None) -> str:
+    """The plan's words about caches that drop tokens; empty where all are kept."""
+    words = []
+    if max_kv_size is not None:
+        words.append(
+            f", cache of the first {SINK_TOKENS} and last {max_kv_size - SINK_TOKENS} tokens"
+        )
+    if windows := {args.window_of(i) for i in range(args.num_hidden_layers)} - {None}:
+        words.append(f", sliding window of {' and '.join(map(str, windows))} tokens")
+    return "".join(words)

@@ -13,14 +13,17 @@ class Plan:
 
     ``counts`` has "frozen" (decode steps through the compiled graph), "reference" (calls of the
     general forward) and "traces" (times that the frozen step's Python ran to be traced).
+    ``foreign_part``: what somebody built into the model, which is why there is no frozen step.
     """
 
     target: str
     chip: str
     model: str
-    activations: str = "not frozen yet"
-    kernels: str = "not frozen yet"
+    max_rows: int
+    activations: str = "not loaded yet"
+    kernels: str = "built at the first decode"
     eager_reason: str | None = None
+    foreign_part: str | None = None
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -40,15 +43,16 @@ class Plan:
         return Plan(**{f.name: copy.copy(getattr(self, f.name)) for f in fields(self)})
 
     def __str__(self) -> str:
-        step = (
-            f"decode: frozen step, compiled, {self.kernels}"
-            if self.eager_reason is None
-            else f"decode: eager ({self.eager_reason})"
-        )
-        lines = [
-            f"{self.target} ({self.chip}) | {self.model} | activations: {self.activations}",
-            f"{step} | prefill and batches above the frozen step: reference path",
-        ]
-        return "\n".join(lines + self.notes)
+        head = f"{self.target} ({self.chip}) | {self.model} | activations: {self.activations}"
+        if self.eager_reason is not None:
+            step = f"decode: eager ({self.eager_reason}), plain MLX operations as in prefill"
+        elif self.foreign_part is not None:
+            step = f"decode: plain MLX operations as in prefill ({self.foreign_part})"
+        else:
+            step = (
+                f"decode: frozen step, compiled, {self.kernels} | prefill and batches of more "
+                f"than {self.max_rows} rows: plain MLX operations"
+            )
+        return "\n".join([head, step, *self.notes])
 
     __repr__ = __str__

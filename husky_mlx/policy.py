@@ -42,8 +42,9 @@ class _Attention:
     """How to cut attention on one kind of chip.
 
     ``lane_floats``: how many query values a lane may hold, and as many weighted values. ``groups``:
-    threadgroups a core to aim for. ``one_split``: rows up to which a second launch costs more than
-    it saves. ``split_rows``: the fewest rows worth a split.
+    threadgroups a core to aim for; on matrix units one, which its registers fill. ``one_split``:
+    rows up to which a second launch costs more than it saves. ``split_rows``: the fewest rows worth
+    a split.
     """
 
     simdgroups: int
@@ -94,6 +95,11 @@ _TABLE: dict[tuple[str, int, bool], _Tuning] = {
 _UNKNOWN = _Tuning(_METAL_GEMV, _Attention(4, 1, 32, 1, 2048, 512))
 # Cores from which a GPU counts as large: Max and Ultra, the big GPU of an NVIDIA generation.
 _LARGE = {"metal": 24, "cuda": 100}
+# On matrix units: the longest head, the most query vectors in a threadgroup, and the values of a
+# tile's keys (its rows of 16 times the head) whose loads and the values' fill a lane's registers.
+_MATRIX_HEAD_DIM = 128
+_MATRIX_QUERIES = 8
+_MATRIX_VALUES = 256
 # A lane's share of a head up to which wider loads are worth more registers.
 _LANE_SHARE = 16
 _COMBINE_SIMDGROUPS = 8
@@ -188,19 +194,24 @@ def _gemv_tile(shape: GemvShape, tile: GemvTile, chip: Chip) -> GemvTile:
 
 def _attention_tile(shape: AttentionShape, tuning: _Attention, chip: Chip) -> AttentionTile:
     lanes = _lanes(shape.head_dim, shape.itemsize)
-    queries = _largest_divisor(shape.vectors, max(tuning.lane_floats * lanes // shape.head_dim, 1))
+    matrix = chip.target == "cuda" and shape.itemsize == 2 and shape.head_dim <= _MATRIX_HEAD_DIM
+    most = _MATRIX_QUERIES if matrix else max(tuning.lane_floats * lanes // shape.head_dim, 1)
+    queries = _largest_divisor(shape.vectors, most)
     threadgroups = shape.kv_heads * (shape.vectors // queries) * (shape.m if shape.batched else 1)
     splits = 1
-    if shape.rows > tuning.one_split:
+    if shape.rows > tuning.one_split and matrix:
+        splits = max(min(chip.cores // threadgroups, shape.rows // tuning.split_rows), 1)
+    elif shape.rows > tuning.one_split:
         while (
             threadgroups * splits < chip.cores * tuning.groups
             and shape.rows >= 2 * splits * tuning.split_rows
         ):
             splits *= 2
-    tile = AttentionTile(queries, lanes, splits, tuning.simdgroups, tuning.unroll)
-    while tile.threadgroup_bytes(shape) > THREADGROUP_BYTES[chip.target]:
-        tile = replace(tile, simdgroups=tile.simdgroups // 2)
-    return tile
+    unroll = min(_MATRIX_VALUES // shape.head_dim, 4) if matrix else tuning.unroll
+    tile = AttentionTile(queries, lanes, splits, tuning.simdgroups, unroll, matrix)
+    # Metal's limit everywhere, so that the emulator runs every tile.
+    room = THREADGROUP_BYTES["metal"] * tile.simdgroups // tile.threadgroup_bytes(shape)
+    return replace(tile, simdgroups=min(tile.simdgroups, room))
 
 
 def _lanes(head_dim: int, itemsize: int) -> int:

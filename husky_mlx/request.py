@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import RotatingKVCache as StockRotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from husky_mlx.cache import RotatingKVCache, quantized_group_size
 from husky_mlx.errors import ContextLimitError
 from husky_mlx.model import SINK_TOKENS, Model
+
+# Where mlx-lm takes sampling options: (argument, the function that makes it).
+_MAKERS = (("sampler", make_sampler), ("logits_processors", make_logits_processors))
 
 
 def check_request(
@@ -68,6 +75,25 @@ def check_request(
             "leaves no room for a reply"
         )
     return room if max_tokens < 0 else min(max_tokens, room)
+
+
+def check_options(options: Iterable[str]) -> None:
+    """Raise TypeError for names that no loop of mlx-lm takes, with the way to say it."""
+    unknown = [name for name in options if name not in _loop_options()]
+    if not unknown:
+        return
+    advice = ""
+    for argument, maker in _MAKERS:
+        name = "temp" if unknown[0] == "temperature" else unknown[0]
+        if name in inspect.signature(maker).parameters:
+            advice = f"; it goes into {argument}={maker.__name__}({name}=...)"
+    raise TypeError(f"generate and stream_generate take no argument {unknown[0]!r}{advice}")
+
+
+@functools.cache
+def _loop_options() -> frozenset[str]:
+    loops = (generate_step, speculative_generate_step)
+    return frozenset(name for loop in loops for name in inspect.signature(loop).parameters)
 
 
 def check_text(text: str) -> None:

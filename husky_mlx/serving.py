@@ -8,15 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
+import io
+import json
 import logging
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from queue import Queue
+from types import ModuleType
 from typing import Any
 
 from husky_mlx.errors import ContextLimitError, HuskyError, MemoryLimitError
 
-_CHANGED = ("_tokenize", "_generate")
+# (class of mlx_lm.server, its methods that we replace, attributes of its instances that we read)
+_CLASSES = (
+    ("ResponseGenerator", ("_tokenize", "_generate"), ("model_provider", "requests", "cli_args")),
+    ("ModelProvider", (), ("model", "cli_args")),
+    ("APIHandler", ("handle_models_request",), ("response_generator", "created")),
+    ("ThreadingHTTPServer", ("service_actions",), ()),
+)
+_RESPONSE = ("text", "token", "logprob", "finish_reason", "top_tokens")
 
 
 @contextlib.contextmanager
@@ -28,12 +40,17 @@ def guarded() -> Iterator[None]:
     * Replies that memory stops end with "length"; after any other error in the decoding thread the
       requests that it had are answered with it. Both go on with the next request.
     * A model that cannot be loaded ends the process.
+    * ``GET /v1/models`` lists the served model too where mlx-lm's scan of the cache misses it.
     """
     server = importlib.import_module("mlx_lm.server")
-    generator = server.ResponseGenerator
-    if not all(hasattr(generator, name) for name in _CHANGED):
-        raise HuskyError("the installed mlx-lm has another server: run mlx_lm.server itself")
-    stock = {name: getattr(generator, name) for name in _CHANGED}
+    if (difference := _difference(server)) is not None:
+        raise HuskyError(
+            f"the installed mlx-lm has another server ({difference}): run mlx_lm.server itself"
+        )
+    generator, handler = server.ResponseGenerator, server.APIHandler
+    stock = {
+        name: getattr(getattr(server, kind), name) for kind, names, _ in _CLASSES for name in names
+    }
     waiting: weakref.WeakSet[Answer] = weakref.WeakSet()
     fatal: list[Exception] = []
 
@@ -69,7 +86,15 @@ def guarded() -> Iterator[None]:
                     if answer is self.requests:
                         continue
                     if answer.started and isinstance(error, MemoryLimitError):
-                        answer.put(server.Response("", 0, 0.0, "length", ()))
+                        answer.put(
+                            server.Response(
+                                text="",
+                                token=0,
+                                logprob=0.0,
+                                finish_reason="length",
+                                top_tokens=(),
+                            )
+                        )
                         answer.put(None)
                     else:
                         answer.put(error)
@@ -79,11 +104,29 @@ def guarded() -> Iterator[None]:
         if fatal:
             raise KeyboardInterrupt
 
+    def list_models(self: Any) -> None:
+        connection, self.wfile = self.wfile, io.BytesIO()
+        try:
+            stock["handle_models_request"](self)
+            head, _, body = self.wfile.getvalue().partition(b"\r\n\r\n")
+        finally:
+            self.wfile = connection
+        models = json.loads(body)
+        served = self.response_generator.cli_args.model
+        wanted = "/".join(self.path.split("/")[3:])
+        if served and not Path(served).exists() and wanted in ("", served):
+            entry = {"id": served, "object": "model", "created": self.created}
+            if served not in [model["id"] for model in models["data"]]:
+                models["data"].append(entry)
+        connection.write(head + b"\r\n\r\n" + json.dumps(models).encode())
+        connection.flush()
+
     with contextlib.ExitStack() as stack:
         for holder, name, ours in (
             (server, "Queue", Answer),
             (generator, "_tokenize", tokenize),
             (generator, "_generate", generate),
+            (handler, "handle_models_request", list_models),
             (server.ThreadingHTTPServer, "service_actions", stop_if_dead),
         ):
             stack.callback(setattr, holder, name, getattr(holder, name))
@@ -91,6 +134,24 @@ def guarded() -> Iterator[None]:
         yield
     if fatal:
         raise fatal[0]
+
+
+def _difference(server: ModuleType) -> str | None:
+    """What we rely on and the module does not have, or None."""
+    if not hasattr(server, "Queue"):
+        return "no Queue"
+    response = getattr(server, "Response", lambda: None)
+    fields = tuple(inspect.signature(response).parameters)
+    if fields != _RESPONSE:
+        return f"Response has {fields}, expected {_RESPONSE}"
+    for name, methods, attributes in _CLASSES:
+        kind = getattr(server, name, None)
+        made = getattr(getattr(kind, "__init__", None), "__code__", None)
+        known = {*dir(kind), *(made.co_names if made else ())}
+        missing = [member for member in (*methods, *attributes) if member not in known]
+        if missing:
+            return f"{name} has no {', '.join(missing)}"
+    return None
 
 
 def _allowed(prompt_tokens: int, max_tokens: int, limit: int | None) -> int:

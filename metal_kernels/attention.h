@@ -4,6 +4,13 @@
 // lane D / LANES elements of it, so that one load of the simdgroup covers 32 / LANES whole rows.
 // Each team keeps its own running maximum, sum and weighted values; they are merged at the end.
 #include "words.h"
+#ifdef MSL_CUDA
+#include "mma_pairs.h"
+#else
+inline float exp2_flushed(float x) {
+  return metal::fast::exp2(x);
+}
+#endif
 
 // exp2(MASKED_SCORE - EMPTY_MAXIMUM) is 0 and neither is infinite: no NaN where nothing was seen.
 constant constexpr float MASKED_SCORE = -3.0e38f;
@@ -49,12 +56,18 @@ inline void widen_share(const thread RowShare<T, D, LANES>& share, thread float*
   }
 }
 
+// Which element of a row is number i of a lane's share.
+template <typename T, int D, int LANES>
+inline int share_element(int i, int member) {
+  constexpr int ELEMENTS = RowShare<T, D, LANES>::ELEMENTS;
+  return (i / ELEMENTS * LANES + member) * ELEMENTS + i % ELEMENTS;
+}
+
 template <typename T, int D, int LANES>
 inline void store_share(const thread float* share, uint member, threadgroup float* row) {
-  constexpr int ELEMENTS = RowShare<T, D, LANES>::ELEMENTS;
 #pragma unroll
   for (int i = 0; i < D / LANES; i++) {
-    row[(i / ELEMENTS * LANES + member) * ELEMENTS + i % ELEMENTS] = share[i];
+    row[share_element<T, D, LANES>(i, int(member))] = share[i];
   }
 }
 
@@ -110,12 +123,12 @@ inline void attend(
       for (int u = 0; u < UNROLL; u++) {
         maximum = max(maximum, scores[j][u]);
       }
-      const float rescale = metal::fast::exp2(state.maximum[j] - maximum);
+      const float rescale = exp2_flushed(state.maximum[j] - maximum);
       state.maximum[j] = maximum;
       float sum = state.sum[j] * rescale;
 #pragma unroll
       for (int u = 0; u < UNROLL; u++) {
-        scores[j][u] = metal::fast::exp2(scores[j][u] - maximum);
+        scores[j][u] = exp2_flushed(scores[j][u] - maximum);
         sum += scores[j][u];
       }
       state.sum[j] = sum;
@@ -149,7 +162,7 @@ inline void merge_teams(thread OnlineSoftmax<QUERIES, SHARE>& state) {
     for (int mask = LANES; mask < 32; mask *= 2) {
       maximum = max(maximum, simd_shuffle_xor(maximum, ushort(mask)));
     }
-    const float rescale = metal::fast::exp2(state.maximum[j] - maximum);
+    const float rescale = exp2_flushed(state.maximum[j] - maximum);
     state.maximum[j] = maximum;
     state.sum[j] *= rescale;
 #pragma unroll
@@ -174,26 +187,27 @@ struct Merged {
   float weighted;
 };
 
-template <int PARTS, int QUERIES, int D>
+// ROOM: query vectors that `weighted` of each part has room for; `at`: the element's place in it.
+template <int PARTS, int ROOM, int D>
 inline Merged merge_simdgroups(
     const threadgroup float* maxima,
     const threadgroup float* sums,
     const threadgroup float* weighted,
     int query,
-    int element) {
+    int at) {
   Merged merged;
   merged.maximum = EMPTY_MAXIMUM;
 #pragma unroll
   for (int p = 0; p < PARTS; p++) {
-    merged.maximum = max(merged.maximum, maxima[p * QUERIES + query]);
+    merged.maximum = max(merged.maximum, maxima[p * ROOM + query]);
   }
   merged.sum = 0.0f;
   merged.weighted = 0.0f;
 #pragma unroll
   for (int p = 0; p < PARTS; p++) {
-    const float rescale = metal::fast::exp2(maxima[p * QUERIES + query] - merged.maximum);
-    merged.sum += sums[p * QUERIES + query] * rescale;
-    merged.weighted += weighted[(p * QUERIES + query) * D + element] * rescale;
+    const float rescale = exp2_flushed(maxima[p * ROOM + query] - merged.maximum);
+    merged.sum += sums[p * ROOM + query] * rescale;
+    merged.weighted += weighted[p * ROOM * D + at] * rescale;
   }
   return merged;
 }

@@ -2,11 +2,16 @@
 // outputs: attended
 // template: T M HEADS KV_HEADS D BATCHED SPLIT SIMDGROUPS QUERIES LANES UNROLL
 #include "attention.h"
+#ifdef MSL_CUDA
+#include "attention_mma.h"
+#endif
 // queries (M, HEADS, D); keys, values (BATCHED ? M : 1, KV_HEADS, capacity, D), all T.
-// place int32 (2,): the slot that was written last and the live rows that row 0 sees with it; row m
-// of one sequence sees m more, rows of a batch see as many from their left_padding int32 (M,) on.
+// place int32 (2 or more): the slot that was written last and the live rows that row 0 sees with it;
+// row m of one sequence sees m more, rows of a batch see as many from their left_padding int32 on.
 // attended (M, HEADS, D) in T; with SPLIT float32, for attention_combine: weighted values
 // (M, HEADS, splits, D), then maxima and then sums (M, HEADS, splits).
+// A block is UNROLL rows for each 32 / LANES lanes (attention.h), or UNROLL tiles of 16 rows where
+// matrix units take T (attention_mma.h).
 // Grid: KV heads with their slices of QUERIES vectors, then splits of the rows, then sequences. The
 // number of splits is no template value: a cache that grows must not compile anew.
 const uint lane = thread_index_in_simdgroup;
@@ -16,74 +21,111 @@ const int split = SPLIT ? int(threadgroup_position_in_grid.y) : 0;
 const int batch = int(threadgroup_position_in_grid.z);
 constexpr int GROUP = HEADS / KV_HEADS;
 constexpr int SLICES = (BATCHED ? GROUP : M * GROUP) / QUERIES;
-constexpr int BLOCK = 32 / LANES * UNROLL;
+#ifdef MSL_CUDA
+// Longer heads do not fit a lane's registers.
+constexpr bool MATRIX = sizeof(T) == 2 && D <= 128 && QUERIES <= 8;
+#else
+constexpr bool MATRIX = false;
+#endif
+constexpr int BLOCK = MATRIX ? 16 * UNROLL : 32 / LANES * UNROLL;
 const int kv_head = int(threadgroup_position_in_grid.x) / SLICES;
 const int first_vector = int(threadgroup_position_in_grid.x) % SLICES * QUERIES;
 
-threadgroup float maxima[SIMDGROUPS * QUERIES];
-threadgroup float sums[SIMDGROUPS * QUERIES];
-threadgroup float weighted[SIMDGROUPS * QUERIES * D];
+// Query vectors that the partial results have room for.
+constexpr int ROOM = !MATRIX ? QUERIES : QUERIES <= 4 ? 4 : 8;
+threadgroup float maxima[SIMDGROUPS * ROOM];
+threadgroup float sums[SIMDGROUPS * ROOM];
+threadgroup float weighted[SIMDGROUPS * ROOM * D];
 
 const int start = BATCHED ? left_padding[batch] : 0;
 const int live = place[1];
-int limits[QUERIES];
-QueryShare<QUERIES, D / LANES> vectors;
-OnlineSoftmax<QUERIES, D / LANES> state;
-const float scale = LOG2_E * metal::precise::rsqrt(float(D));
-#pragma unroll
-for (int j = 0; j < QUERIES; j++) {
-  const int row = BATCHED ? batch : (first_vector + j) / GROUP;
-  const int head = kv_head * GROUP + (first_vector + j) % GROUP;
-  limits[j] = BATCHED ? live : live + row;
-  RowShare<T, D, LANES> share;
-  load_share<T, D, LANES>(queries + size_t(row * HEADS + head) * D, lane % LANES, share);
-  widen_share<T, D, LANES>(share, vectors.x[j]);
-  state.maximum[j] = EMPTY_MAXIMUM;
-  state.sum[j] = 0.0f;
-#pragma unroll
-  for (int i = 0; i < D / LANES; i++) {
-    vectors.x[j][i] *= scale;
-    state.weighted[j][i] = 0.0f;
-  }
-}
-
-const int last = limits[QUERIES - 1];
-const int blocks = (last - start + splits * BLOCK - 1) / (splits * BLOCK);
-const int begin = start + split * blocks * BLOCK;
-const int end = min(begin + blocks * BLOCK, last);
+const int last = BATCHED ? live : live + (first_vector + QUERIES - 1) / GROUP;
+const int begin = start + (split * SIMDGROUPS + simdgroup) * BLOCK;
+const int stride = splits * SIMDGROUPS * BLOCK;
 const size_t head_rows = size_t(batch * KV_HEADS + kv_head) * keys_shape[2] * D;
-attend<T, D, LANES, QUERIES, UNROLL>(
-    keys + head_rows, values + head_rows, begin + simdgroup * BLOCK, end, SIMDGROUPS * BLOCK,
-    limits, vectors, lane, state);
-merge_teams<LANES, QUERIES, D / LANES>(state);
-
+const float scale = LOG2_E * metal::precise::rsqrt(float(D));
+#ifdef MSL_CUDA
+if constexpr (MATRIX) {
+  const int j = first_vector + min(int(lane) / 4 % ROOM, QUERIES - 1);
+  const int row = BATCHED ? batch : j / GROUP;
+  const int vector = row * HEADS + kv_head * GROUP + j % GROUP;
+  RowShare<T, D, 4> query;
+  load_share<T, D, 4>(queries + size_t(vector) * D, lane % 4, query);
+  MmaSoftmax<D> state;
+  state.maximum = EMPTY_MAXIMUM;
+  state.sum = 0.0f;
 #pragma unroll
-for (int j = 0; j < QUERIES; j++) {
-  if (j % (32 / LANES) == int(lane) / LANES) {
-    if (lane % LANES == 0) {
-      maxima[simdgroup * QUERIES + j] = state.maximum[j];
-      sums[simdgroup * QUERIES + j] = state.sum[j];
+  for (int i = 0; i < D / 4; i++) {
+    state.weighted[i / 4][i % 4] = 0.0f;
+  }
+  attend_mma<T, D, ROOM == 8, UNROLL>(
+      keys + head_rows, values + head_rows, begin, last, stride, BATCHED ? live : live + row,
+      query, scale, lane, state);
+  store_mma<D, QUERIES>(
+      state, scale, lane, maxima + simdgroup * ROOM, sums + simdgroup * ROOM,
+      weighted + simdgroup * ROOM * D);
+} else
+#endif
+{
+  int limits[QUERIES];
+  QueryShare<QUERIES, D / LANES> vectors;
+  OnlineSoftmax<QUERIES, D / LANES> state;
+#pragma unroll
+  for (int j = 0; j < QUERIES; j++) {
+    const int row = BATCHED ? batch : (first_vector + j) / GROUP;
+    const int head = kv_head * GROUP + (first_vector + j) % GROUP;
+    limits[j] = BATCHED ? live : live + row;
+    RowShare<T, D, LANES> share;
+    load_share<T, D, LANES>(queries + size_t(row * HEADS + head) * D, lane % LANES, share);
+    widen_share<T, D, LANES>(share, vectors.x[j]);
+    state.maximum[j] = EMPTY_MAXIMUM;
+    state.sum[j] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < D / LANES; i++) {
+      vectors.x[j][i] *= scale;
+      state.weighted[j][i] = 0.0f;
     }
-    store_share<T, D, LANES>(
-        state.weighted[j], lane % LANES, weighted + (simdgroup * QUERIES + j) * D);
+  }
+  attend<T, D, LANES, QUERIES, UNROLL>(
+      keys + head_rows, values + head_rows, begin, last, stride, limits, vectors, lane, state);
+  merge_teams<LANES, QUERIES, D / LANES>(state);
+#pragma unroll
+  for (int j = 0; j < QUERIES; j++) {
+    if (j % (32 / LANES) == int(lane) / LANES) {
+      if (lane % LANES == 0) {
+        maxima[simdgroup * QUERIES + j] = state.maximum[j];
+        sums[simdgroup * QUERIES + j] = state.sum[j];
+      }
+      store_share<T, D, LANES>(
+          state.weighted[j], lane % LANES, weighted + (simdgroup * QUERIES + j) * D);
+    }
   }
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
-for (int at = int(thread_index_in_threadgroup); at < QUERIES * D; at += SIMDGROUPS * 32) {
-  const int j = at / D;
+for (int at = int(thread_index_in_threadgroup); at < ROOM * D; at += SIMDGROUPS * 32) {
+  int j = at / D;
+  int element = at % D;
+#ifdef MSL_CUDA
+  if constexpr (MATRIX) {
+    const MmaPlace mma_at = mma_place<T, D, QUERIES>(at);
+    j = mma_at.query;
+    element = mma_at.element;
+  }
+#endif
   const int row = BATCHED ? batch : (first_vector + j) / GROUP;
   const int vector = row * HEADS + kv_head * GROUP + (first_vector + j) % GROUP;
-  const Merged merged =
-      merge_simdgroups<SIMDGROUPS, QUERIES, D>(maxima, sums, weighted, j, at % D);
-  if (!SPLIT) {
-    put(attended, size_t(vector) * D + at % D, merged.weighted / merged.sum);
-  } else {
-    const size_t part = size_t(vector) * splits + split;
-    put(attended, part * D + at % D, merged.weighted);
-    if (at % D == 0) {
-      put(attended, size_t(M * HEADS * splits) * D + part, merged.maximum);
-      put(attended, size_t(M * HEADS * splits) * (D + 1) + part, merged.sum);
+  const Merged merged = merge_simdgroups<SIMDGROUPS, ROOM, D>(maxima, sums, weighted, j, at);
+  if (j < QUERIES) {
+    if (!SPLIT) {
+      put(attended, size_t(vector) * D + element, merged.weighted / merged.sum);
+    } else {
+      const size_t part = size_t(vector) * splits + split;
+      put(attended, part * D + element, merged.weighted);
+      if (element == 0) {
+        put(attended, size_t(M * HEADS * splits) * D + part, merged.maximum);
+        put(attended, size_t(M * HEADS * splits) * (D + 1) + part, merged.sum);
+      }
     }
   }
 }

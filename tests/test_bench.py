@@ -288,6 +288,17 @@ def test_table_has_every_figure_and_marks_noise(fake_engines, monkeypatch, capsy
     assert "\x1b" not in table
 
 
+def test_one_round_has_no_spread(fake_engines, monkeypatch, capsys):
+    assert bench_report.summarise([2.0])["spread"] is None
+    assert bench_report.summarise([2.0])["noisy"] is False
+    fake_engines()
+    monkeypatch.setattr(sys, "argv", shlex.split("bench --shape smollm2-135m -p 5 -g 4 -n 1"))
+    assert bench.main() == 0
+    table = capsys.readouterr().out
+    assert "1 round, temp" in table and "the spread is unknown" in table
+    assert " to " not in table and "!" not in table
+
+
 def test_the_run_is_recorded(monkeypatch):
     monkeypatch.setenv("HUSKY_EAGER", "1")
     monkeypatch.setenv("HF_TOKEN", "secret")

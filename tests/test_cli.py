@@ -156,6 +156,31 @@ class TestDispatch:
             "which is not installed\n"
         )
 
+    @pytest.mark.parametrize(
+        ("command", "package"), [("perplexity", "datasets"), ("evaluate", "lm-eval")]
+    )
+    def test_extra_package_is_named_before_a_model_is_looked_for(
+        self, monkeypatch, capsys, command, package
+    ):
+        monkeypatch.setitem(sys.modules, package.replace("-", "_"), None)
+        for module in ("mlx_lm.evaluate", "mlx_lm.perplexity"):
+            monkeypatch.delitem(sys.modules, module, raising=False)
+        assert cli.main([command, "--model", "/no/such/folder"]) == 1
+        assert capsys.readouterr().err == (
+            f"husky: error: husky {command} needs the package {package!r}, which is not "
+            f"installed: pip install {package}\n"
+        )
+
+    def test_convert_script_names_itself(self, monkeypatch, capsys):
+        monkeypatch.setattr(sys, "argv", ["husky-convert"])
+        assert cli.main_convert() == 1
+        assert capsys.readouterr().err == (
+            "husky-convert: error: no --model given, and this command has no default\n"
+        )
+        monkeypatch.setattr(sys, "argv", ["husky-convert", "--no-such-option"])
+        assert cli.main_convert() == 2
+        assert capsys.readouterr().err.startswith("usage: husky-convert ")
+
 
 class TestExitCodes:
     def test_unknown_command_suggests(self, capsys):
@@ -259,6 +284,16 @@ class TestHelp:
         assert "--prompt-cache-file" in text
         assert "--backend {husky,mlx}" in text
         assert "--max-context N" in text
+        assert ".gguf" in text
+
+    def test_help_without_a_model_claims_none(self, capsys):
+        assert cli.main(["manage", "--help"]) == 0
+        text = capsys.readouterr().out
+        assert ".gguf" not in text and "--backend" not in text and "--debug" in text
+
+    def test_help_is_nothing_but_help(self, capsys):
+        assert cli.main(["fuse", "--help"]) == 0
+        assert capsys.readouterr().out.startswith("usage: husky fuse ")
 
     def test_version(self):
         from importlib.metadata import version
@@ -362,6 +397,22 @@ class TestProcess:
         assert len(lines) == 1
         assert lines[0].startswith("husky: error: ")
         assert "/no/such/folder" in lines[0]
+
+    def test_end_of_input_leaves_the_chat(self, model):
+        result = husky("chat", "--model", str(model), stdin=subprocess.DEVNULL)
+        assert result.returncode == 0
+        assert "rror" not in result.stderr
+
+    def test_no_hub_cache_is_an_empty_one(self, tmp_path):
+        result = husky("manage", "--scan", env={"HF_HUB_CACHE": str(tmp_path / "none")})
+        assert (result.returncode, result.stderr) == (0, "")
+        assert "REPO ID" in result.stdout
+
+    def test_prompt_over_the_limit_prints_nothing_but_the_error(self, model):
+        words = ["--model", str(model), "--prompt", "hello", "--max-context", "2"]
+        result = husky("generate", *words)
+        assert (result.returncode, result.stdout) == (1, "")
+        assert "max_context is 2" in result.stderr.splitlines()[-1]
 
     def test_no_bars_off_a_terminal(self, model):
         result = husky("generate", "--model", str(model), "--prompt", "x", "--max-tokens", "2")

@@ -142,6 +142,30 @@ def test_options_of_sampling_mean_nothing_to_a_greedy_reply(ours, plain_tokenize
         list(generation.stream_generate(ours, plain_tokenizer, PROMPT, 2, no_such_option=1))
 
 
+@pytest.mark.parametrize(
+    ("option", "advice"),
+    [
+        ("temp", "sampler=make_sampler(temp=...)"),
+        ("temperature", "sampler=make_sampler(temp=...)"),
+        ("top_p", "sampler=make_sampler(top_p=...)"),
+        ("repetition_penalty", "logits_processors=make_logits_processors(repetition_penalty=...)"),
+        ("no_such_option", ""),
+    ],
+)
+def test_an_option_that_no_loop_takes_is_named(option, advice, ours, plain_tokenizer):
+    with pytest.raises(TypeError) as error:
+        generation.generate(ours, plain_tokenizer, PROMPT, **{option: 0.5})
+    assert f"no argument {option!r}" in str(error.value)
+    assert str(error.value).endswith(f"it goes into {advice}" if advice else f"{option!r}")
+
+
+def test_a_refused_request_prints_nothing(plain_tokenizer, capsys):
+    model = model_of(max_context=4)
+    with pytest.raises(ContextLimitError):
+        generation.generate(model, plain_tokenizer, PROMPT, verbose=True)
+    assert capsys.readouterr().out == ""
+
+
 def test_a_stock_model_runs_in_mlx_lms_loop(stock, plain_tokenizer):
     responses = list(generation.stream_generate(stock, plain_tokenizer, PROMPT, 12))
     assert [response.token for response in responses] == GREEDY

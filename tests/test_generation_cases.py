@@ -442,7 +442,7 @@ def pretend_metal(monkeypatch):
         mx, "device_info", lambda *_: {"max_recommended_working_set_size": 1000, "device_name": "x"}
     )
     monkeypatch.setattr(mx, "set_wired_limit", limits.append)
-    monkeypatch.setattr("husky_mlx.device.memory_limit", lambda: 1 << 40)
+    monkeypatch.setattr("husky_mlx.memory.memory_limit", lambda: 1 << 40)
     return limits
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from gemv_reference import launch
 
-from husky_mlx import chips, kernels
+from husky_mlx import chips
 from husky_mlx.policy import policy
 from husky_mlx.tiles import AttentionShape, AttentionTile, CombineTile
 
@@ -29,8 +30,11 @@ def expected(queries, keys, values, live, padding):
     return out
 
 
-def error(shape, dtype, live, tile, padding=None, seed=0, spread=3.0, slot=None):
-    """Runs both kernels as needed; dead and padded rows are NaN, so that none may be looked at."""
+def error(scheme, shape, dtype, live, tile, padding=None, seed=0, spread=3.0, slot=None):
+    """Runs both kernels as needed; dead and padded rows are NaN, so that none may be looked at.
+
+    ``scheme``: lanes (any platform) or mma (CUDA's, its instructions emulated).
+    """
     rng = np.random.default_rng(seed)
     kv_shape = (shape.m if shape.batched else 1, shape.kv_heads, shape.rows, shape.head_dim)
     queries, keys, values = (
@@ -48,7 +52,8 @@ def error(shape, dtype, live, tile, padding=None, seed=0, spread=3.0, slot=None)
             buffer[row, :, :pad] = float("nan")
     split = tile.splits > 1
     out = (shape.m, shape.heads, shape.head_dim)
-    (attended,) = kernels.launch(
+    (attended,) = launch(
+        scheme,
         "attention_decode",
         {
             "queries": queries,
@@ -67,13 +72,13 @@ def error(shape, dtype, live, tile, padding=None, seed=0, spread=3.0, slot=None)
             "BATCHED": shape.batched,
             **tile.template(),
         },
-        tile.grid(shape),
-        tile.threadgroup,
-        backend="emulator",
+        shape,
+        tile,
     )
     if split:
         combine = CombineTile(tile.splits, 2)
-        (attended,) = kernels.launch(
+        (attended,) = launch(
+            scheme,
             "attention_combine",
             {"partials": attended},
             [(out, dtype)],
@@ -83,9 +88,8 @@ def error(shape, dtype, live, tile, padding=None, seed=0, spread=3.0, slot=None)
                 "D": shape.head_dim,
                 **combine.template(),
             },
-            combine.grid(shape),
-            combine.threadgroup,
-            backend="emulator",
+            shape,
+            combine,
         )
     wanted = expected(*exact, live, padding)
     found = np.array(attended.astype(mx.float32)).astype(np.float64)
@@ -93,8 +97,14 @@ def error(shape, dtype, live, tile, padding=None, seed=0, spread=3.0, slot=None)
 
 
 def check(shape, dtype, live, tile, padding=None, **how):
-    found = error(shape, dtype, live, tile, padding, **how)
-    assert found <= TOLERANCE[dtype], f"{shape} {dtype} live {live} {tile}: {found:.2e}"
+    schemes = ["lanes"]
+    if dtype != mx.float32 and shape.head_dim <= 128:
+        schemes.append("mma")
+    for scheme in schemes:
+        found = error(scheme, shape, dtype, live, tile, padding, **how)
+        assert found <= TOLERANCE[dtype], (
+            f"{scheme} {shape} {dtype} live {live} {tile}: {found:.2e}"
+        )
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,12 @@ def test_signature_starts_with_mlx_lm_s_own():
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in extra)
 
 
+def test_dir_lists_what_can_be_imported():
+    listed = dir(husky_mlx)
+    assert {"load", "generate", "stream_generate", "__version__", *mlx_lm.__all__} <= set(listed)
+    assert all(hasattr(husky_mlx, name) for name in listed)
+
+
 def test_every_name_of_mlx_lm_imports_from_here():
     for module in pkgutil.walk_packages(husky_mlx.__path__, "husky_mlx."):
         if not module.name.endswith("__main__"):
@@ -170,11 +176,32 @@ def test_lazy_reads_no_weights(folder):
     np.testing.assert_allclose(result, expected, atol=3e-5)
 
 
+def test_the_plan_says_what_runs_in_plain_words(folder, monkeypatch):
+    frozen, _ = load(str(folder), max_kv_size=32)
+    head, step = str(frozen.plan).splitlines()
+    assert "cache of the first 4 and last 28 tokens" in head and "activations: float32" in head
+    assert "decode: frozen step" in step and "batches of more than 4 rows: plain MLX" in step
+    lazy, _ = load(str(folder), lazy=True)
+    assert "built at the first decode" in str(lazy.plan) and "first 4" not in str(lazy.plan)
+    monkeypatch.setenv("HUSKY_EAGER", "1")
+    eager, _ = load(str(folder))
+    head, step = str(eager.plan).splitlines()
+    assert "activations: float32" in head
+    assert "eager (HUSKY_EAGER is set)" in step
+    assert "frozen" not in step and "batches" not in step
+
+
+def test_the_plan_names_a_sliding_window():
+    config = {**FIX_B, "model_type": "mistral", "sliding_window": 8}
+    model = build_model(config, mlx_weights(config))
+    assert "sliding window of 8 tokens" in str(model.plan)
+
+
 def test_verbose_is_one_line_and_silence_is_silence(folder, capfd):
     model, tokenizer = load(str(folder), verbose=True)
     out, err = capfd.readouterr()
     assert out == "" and err.count("\n") == 1 and err.endswith("\n")
-    assert "cpu" in err and "frozen step" in err and "reference path" in err
+    assert "cpu" in err and "frozen step" in err and "batches of more than 4 rows" in err
     model, tokenizer = load(str(folder))
     husky_mlx.generate(model, tokenizer, "the", max_tokens=4)
     sampler = make_sampler(temp=0.7, top_p=0.9)

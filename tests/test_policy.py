@@ -28,7 +28,8 @@ H200 = chips.detect({"device_name": "NVIDIA H200", "architecture": "sm_90"})
 
 
 # Worked out by hand from the rules: a KV head's group of 4 in one threadgroup, 16-byte loads of
-# 16-bit values, two threadgroups a core once the context is long, and one launch below.
+# 16-bit values, two threadgroups a core once the context is long, and one launch below. On matrix
+# units up to 8 vectors in a threadgroup, and no more threadgroups than the H200's 132 cores.
 @pytest.mark.parametrize(
     ("chip", "shape", "template"),
     [
@@ -36,9 +37,11 @@ H200 = chips.detect({"device_name": "NVIDIA H200", "architecture": "sm_90"})
         ("m1", AttentionShape(1, **LLAMA_1B, rows=8192), (4, 8, 2, 4, 2)),
         ("m4max-40c", AttentionShape(1, **LLAMA_8B, rows=8192), (4, 16, 16, 8, 4)),
         ("m4max-40c", AttentionShape(4, **LLAMA_8B, rows=512), (4, 16, 1, 8, 4)),
-        ("h200", AttentionShape(1, **LLAMA_8B, rows=1024), (4, 16, 1, 8, 4)),
-        ("h200", AttentionShape(1, **LLAMA_8B, rows=32768), (4, 16, 64, 8, 4)),
-        ("h200", AttentionShape(4, **LLAMA_8B, rows=32768, batched=True), (4, 16, 16, 8, 4)),
+        ("h200", AttentionShape(1, **LLAMA_8B, rows=1024), (4, 16, 1, 8, 2)),
+        ("h200", AttentionShape(1, **LLAMA_8B, rows=32768), (4, 16, 16, 8, 2)),
+        ("h200", AttentionShape(4, **LLAMA_8B, rows=32768, batched=True), (4, 16, 4, 8, 2)),
+        ("h200", AttentionShape(3, **LLAMA_1B, rows=2048), (6, 8, 8, 8, 4)),
+        ("h200", AttentionShape(1, **LLAMA_1B, rows=8192, itemsize=4), (4, 16, 64, 8, 4)),
     ],
 )
 def test_attention_table(chip, shape, template):

@@ -6,6 +6,7 @@ The right answers come from mlx-lm's own model class in this process.
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +28,8 @@ from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.sample_utils import make_logits_processors
 from server_fixture import write_fix_b
 
-from husky_mlx import cli, device
-from husky_mlx.errors import MemoryLimitError
+from husky_mlx import cli, memory, serving
+from husky_mlx.errors import HuskyError, MemoryLimitError
 
 ROOT = Path(__file__).resolve().parents[1]
 LETTERS = dict.fromkeys([*range(ord("a"), ord("z") + 1), ord(" ")], 60.0)
@@ -56,6 +58,12 @@ class Server:
         assert response.status == 200, answer
         (choice,) = answer["choices"]
         return choice["text"], choice["finish_reason"]
+
+    def models(self) -> list[str]:
+        """The names under /v1/models."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("GET", "/v1/models")
+        return [model["id"] for model in json.loads(connection.getresponse().read())["data"]]
 
     def stream(self, prompt: str, **options) -> tuple[list[str], str]:
         """(pieces of text, finish_reason) of a streamed answer."""
@@ -341,10 +349,10 @@ def test_full_memory_ends_one_reply(in_process, stock, monkeypatch, seed):
     def check(ask, _provider) -> None:
         held = mx.get_active_memory()
         with monkeypatch.context() as full:
-            full.setattr(device, "memory_limit", lambda: held + 20_000)
+            full.setattr(memory, "memory_limit", lambda: held + 20_000)
             with pytest.raises(MemoryLimitError):
                 ask("x" * 300, 4, seed)
-            full.setattr(device, "memory_limit", lambda: held + 300_000)
+            full.setattr(memory, "memory_limit", lambda: held + 300_000)
             texts, reason = ask("hello", 600, seed)
         reply = "".join(texts)
         assert reason == "length"
@@ -375,11 +383,73 @@ def test_server_is_put_back(in_process):
     def state() -> list:
         generator = server.ResponseGenerator
         actions = server.ThreadingHTTPServer.service_actions
-        return [server.Queue, generator._tokenize, generator._generate, actions]
+        listing = server.APIHandler.handle_models_request
+        return [server.Queue, generator._tokenize, generator._generate, listing, actions]
 
     before = state()
     in_process(lambda _ask, _provider: None)
     assert state() == before
+
+
+@pytest.mark.parametrize(
+    ("holder", "name"),
+    [
+        ("", "Queue"),
+        ("ThreadingHTTPServer", "service_actions"),
+        ("ResponseGenerator", "_generate"),
+        ("APIHandler", "handle_models_request"),
+        ("ModelProvider", "__init__"),
+    ],
+)
+def test_another_server_of_mlx_lm_is_refused(monkeypatch, holder, name):
+    """A module with the same names but one."""
+    changed = types.ModuleType("mlx_lm.server")
+    changed.__dict__.update(vars(mlx_lm.server))
+    if holder:
+        base = vars(changed)[holder]
+        members = {k: v for k in dir(base) if k != name and (v := getattr(base, k, None))}
+        setattr(changed, holder, types.SimpleNamespace(**members))
+    else:
+        delattr(changed, name)
+    monkeypatch.setitem(sys.modules, "mlx_lm.server", changed)
+    with pytest.raises(HuskyError, match="another server"), serving.guarded():
+        pass
+
+
+def test_another_response_of_mlx_lm_is_refused(monkeypatch):
+    monkeypatch.setattr(mlx_lm.server, "Response", lambda text, token: None)
+    with pytest.raises(HuskyError, match="Response has"), serving.guarded():
+        pass
+
+
+def test_served_model_is_listed_without_any_hub_cache(model, tmp_path, monkeypatch):
+    """A folder by mlx-lm itself; a repo, whose cache lacks what mlx-lm looks for, by us."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
+    for served in _serve(model, tmp_path / "log"):
+        assert served.models() == [str(model.resolve())]
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("path", "listed"),
+    [("/v1/models", True), ("/v1/models/some/repo", True), ("/v1/models/some/other", False)],
+)
+def test_served_repo_is_listed_once(monkeypatch, path, listed):
+    monkeypatch.setattr(
+        mlx_lm.server, "scan_cache_dir", lambda: types.SimpleNamespace(repos=frozenset())
+    )
+    handler = mlx_lm.server.APIHandler.__new__(mlx_lm.server.APIHandler)
+    arguments = types.SimpleNamespace(model="some/repo", allowed_origins=["*"])
+    handler.response_generator = types.SimpleNamespace(cli_args=arguments)
+    handler.path, handler.created, handler.wfile = path, 7, io.BytesIO()
+    handler.headers, handler.request_version, handler.requestline = {}, "HTTP/1.1", ""
+    handler.client_address = ("", 0)
+    with serving.guarded():
+        handler.handle_models_request()
+    head, _, body = handler.wfile.getvalue().partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.0 200")
+    expected = [{"id": "some/repo", "object": "model", "created": 7}] if listed else []
+    assert json.loads(body) == {"object": "list", "data": expected}
 
 
 def test_model_that_cannot_be_loaded_ends_the_process(model, tmp_path):

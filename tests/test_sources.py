@@ -102,10 +102,9 @@ def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("name", ["./models/x", "../x", "/nowhere/x", "~/x", "x.gguf", "a/b/c", ""])
 def test_missing_path_is_named_and_never_sent_to_the_hub(hub: SimpleNamespace, name: str) -> None:
-    expected = str(Path(name).expanduser()) if name else "''"
     with pytest.raises(SourceError) as raised:
         sources.resolve(name)
-    assert str(raised.value) == f"{expected}: no such file or folder"
+    assert str(raised.value) == f"{name or repr(name)}: no such file or folder"
     assert hub.calls == []
 
 
@@ -205,6 +204,47 @@ def test_no_network_names_the_switches(hub: SimpleNamespace, error: Exception) -
     assert "\n" not in message
 
 
+def test_offline_on_purpose_is_no_network_fault(
+    hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    hub.outcome = hub_errors.OfflineModeIsEnabled("offline")
+    with pytest.raises(SourceError) as raised:
+        sources.resolve(REPO)
+    message = str(raised.value)
+    assert "HF_HUB_OFFLINE is set" in message and huggingface_hub.constants.HF_HUB_CACHE in message
+    assert "network" not in message
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (refused(404, hub_errors.RepositoryNotFoundError), False),
+        (refused(403, hub_errors.GatedRepoError), False),
+        (no_network(), False),
+        (KeyError("a bug of theirs"), True),
+    ],
+)
+def test_only_what_the_message_does_not_say_is_chained(
+    hub: SimpleNamespace, error: Exception, shown: bool
+) -> None:
+    hub.outcome = error
+    with pytest.raises(SourceError) as raised:
+        sources.resolve(REPO)
+    assert raised.value.__cause__ is (error if shown else None)
+    assert raised.value.__suppress_context__
+
+
+@pytest.mark.parametrize("name", ["smollm3", "SmolLM", "smolm2"])
+def test_a_misspelt_alias_gets_the_right_one(hub: SimpleNamespace, name: str) -> None:
+    hub.outcome = refused(404, hub_errors.RepositoryNotFoundError)
+    with pytest.raises(SourceError, match=r"no such repo.* Did you mean smollm2\?$"):
+        sources.resolve(name)
+    with pytest.raises(SourceError) as raised:
+        sources.resolve("someone/llama")
+    assert "Did you mean" not in str(raised.value)
+
+
 def test_refusal_behind_a_missing_cache_entry_is_found(hub: SimpleNamespace) -> None:
     error = hub_errors.LocalEntryNotFoundError("An error happened")
     error.__cause__ = refused(403)
@@ -246,7 +286,7 @@ def test_cached_file_is_used_without_any_fetch(
     (cache / "small.gguf").write_bytes(CONTENT)
     monkeypatch.setattr(demo_model, "fetch_from_wheel", lambda *_: pytest.fail("fetched"))
     assert sources.resolve("smollm2") == cache / "small.gguf"
-    assert sources.resolve("smollm2", config_only=True) == cache / "small.gguf"
+    assert sources.resolve("SmolLM2", config_only=True) == cache / "small.gguf"
     assert hub.calls == []
 
 
@@ -337,9 +377,12 @@ def test_cache_that_cannot_be_written_is_named(
 ) -> None:
     blocked = tmp_path / "file"
     blocked.write_bytes(b"")
-    monkeypatch.setenv("HUSKY_CACHE_DIR", str(blocked / "below"))
-    with pytest.raises(SourceError, match=r"file/below cannot be written"):
-        demo_model.fetch_from_wheel(SMALL, None, fake_install(CONTENT, []))
+    for folder in (blocked / "below", tmp_path / ("long" * 100)):
+        monkeypatch.setenv("HUSKY_CACHE_DIR", str(folder))
+        assert SMALL.cached() is None
+        with pytest.raises(SourceError) as raised:
+            demo_model.fetch_from_wheel(SMALL, None, fake_install(CONTENT, []))
+        assert f"HUSKY_CACHE_DIR {folder} cannot be written (" in str(raised.value)
 
 
 def test_two_fetches_at_once_do_not_disturb_each_other(cache: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fixtures import FIX_A, FIX_B, write_folder
+from gguf_files import write
 
 from husky_mlx import cli, sources, support
 from husky_mlx.config import SUPPORTED_MODEL_TYPES
@@ -79,7 +80,10 @@ def test_quantization_and_index_are_reported(tmp_path, capsys):
     }
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     _, answer = ask(capsys, name)
-    assert answer["facts"]["quantization"] == "group_size 64, bits 4, 1 module of its own"
+    assert (
+        answer["facts"]["quantization"]
+        == "4 bit in groups of 64, 8 bit in groups of 64 in 1 module"
+    )
     assert answer["facts"]["weights"] == "4,100 MB in 2 files"
 
 
@@ -89,7 +93,47 @@ def test_text_form(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{name}: refused"
     assert lines[1].startswith("  - model_type is 'qwen2'")
-    assert lines[-1].endswith("--backend mlx")
+    assert lines[-1].endswith('fallback="mlx" in load, or --backend mlx')
+
+
+@pytest.mark.parametrize(
+    ("quantization", "words"),
+    [
+        ({"group_size": 32, "bits": 4, "mode": "mxfp4"}, "mxfp4 4 bit in groups of 32"),
+        (
+            {
+                "group_size": 64,
+                "bits": 4,
+                "model.layers.0.mlp.up_proj": {"group_size": 64, "bits": 6},
+                "model.layers.1.mlp.up_proj": {"group_size": 64, "bits": 6},
+                "model.embed_tokens": False,
+                "lm_head": False,
+            },
+            "4 bit in groups of 64, 6 bit in groups of 64 in 2 modules, not quantized in 2 modules",
+        ),
+    ],
+)
+def test_quantization_in_words(tmp_path, capsys, quantization, words):
+    _, answer = ask(capsys, config_only(tmp_path, quantization=quantization))
+    assert answer["facts"]["quantization"] == words
+
+
+@pytest.mark.parametrize("config", [None, "", "{", "{}", '{"model_type": "llama"}'])
+def test_a_damaged_folder_is_not_sent_to_mlx_lm(tmp_path, capsys, config):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert cli.main(["models", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert "refused" in captured.out
+    assert "mlx-lm" not in captured.out + captured.err
+
+
+def test_a_damaged_or_foreign_gguf_is_not_sent_to_mlx_lm(tmp_path, capsys):
+    (tmp_path / "damaged.gguf").write_bytes(b"GGUF\x03")
+    write(tmp_path / "other.gguf", {}, architecture="qwen2")
+    for name in ("damaged", "other"):
+        assert cli.main(["models", str(tmp_path / f"{name}.gguf")]) == 1
+        assert "mlx-lm" not in capsys.readouterr().out
 
 
 def test_nothing_but_the_config_is_asked_for(tmp_path, monkeypatch):

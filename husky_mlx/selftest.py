@@ -1,0 +1,292 @@
+"""Proves the fused step on the machine in front of it, against its twin in plain ``mx`` code.
+
+In-place writes are no promise of MLX's, and a kernel that is right on one chip may not compile on
+another. So before the kernels serve a reply on a new combination of chip, system, versions, kernel
+sources and model shapes, a few steps run both ways, and the verdict is remembered.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import platform as machine
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from husky_mlx import __version__, device
+from husky_mlx.cache import BatchKVCache, KVCache
+from husky_mlx.config import LlamaConfig
+from husky_mlx.freeze import DecodeStep, StepGraph
+from husky_mlx.fused import FusedGraph, FusedLayer, FusedWeights
+from husky_mlx.metal_text import kernel_folder
+from husky_mlx.ops.gemv import Platform
+from husky_mlx.paths import cache_dir
+from husky_mlx.policy import policy
+from husky_mlx.tiles import AttentionShape
+
+STEPS = 8
+START = 2  # rows that are there before
+LONGEST = 16384  # capacity up to which a split of the context is looked for
+
+# Error over size, in Euclidean norms. It sits between what two right computations differ by and
+# what one wrong row of the eight does, sqrt(1/8) = 0.35: a model of n layers rounds its residual
+# about 3n times, each time by at most half a unit in the last place of the dtype, so that 32 layers
+# come to 10 such halves where they add up at random: 0.04 for bfloat16, 0.005 for float16. The rest
+# is for MLX's own 16-bit sums, which on CUDA are rounded as they go. float32 products pass through
+# TF32 there, which rounds like float16.
+TOLERANCE = {mx.float32: 0.05, mx.float16: 0.05, mx.bfloat16: 0.2}
+
+
+class SelfTest:
+    """The tests of one model's fused step: one for each number of rows, batched or not."""
+
+    def __init__(
+        self, config: LlamaConfig, weights: FusedWeights, twin: StepGraph, platform: Platform
+    ):
+        self.twin = twin
+        self._config = config
+        self._weights = weights
+        self._platform = platform
+        self._passed: set[tuple[int, bool]] = set()
+
+    def passes(self, rows: int, batched: bool) -> bool:
+        """Whether steps of ``rows`` rows may run on the kernels; else the twin's plan says why.
+
+        ``rows``: consecutive tokens of one sequence or, ``batched``, a token of each sequence.
+        Tests what neither this process nor an earlier one has: a failure there is one warning.
+        """
+        variant = (rows, batched)
+        if variant in self._passed:
+            return True
+        combination = self._combination(rows, batched)
+        verdicts = _remembered()
+        if combination in verdicts:
+            problem = verdicts[combination]
+        else:
+            problem = self._problem(rows, batched)
+            _remember(combination, problem)
+            if problem is not None:
+                warnings.warn(
+                    f"the fused kernels are off, replies are slower: {problem} (self-test of "
+                    f"{rows} rows{' batched' if batched else ''}; {_path()} keeps the verdict)",
+                    stacklevel=2,
+                )
+        if problem is not None:
+            self.twin.plan.kernels = f"plain mx operations (self-test: {problem})"
+            return False
+        self._passed.add(variant)
+        return True
+
+    def _problem(self, rows: int, batched: bool) -> str | None:
+        try:
+            for layers, start in self._cases(rows, batched):
+                problem = self._difference(rows, batched, layers, start)
+                if problem is not None:
+                    return problem
+        except Exception as error:  # whatever a compiler, a driver or a check of ours raises
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            return " | ".join(lines[:4]) or type(error).__name__
+        return None
+
+    def _cases(self, rows: int, batched: bool) -> Iterator[tuple[list[int], int]]:
+        """Layers to run and rows that are there before: every layer once, with little context;
+        where the context is split, and for further numbers of rows, one layer of each format."""
+        formats = [_layer_format(layer) for layer in self._weights.layers]
+        one_of_each = [formats.index(found) for found in dict.fromkeys(formats)]
+        every = list(range(len(formats)))
+        yield (every if (rows, batched) == (1, False) else one_of_each), START
+        heads = self._weights.heads
+        shape = AttentionShape(
+            rows,
+            heads.heads,
+            heads.kv_heads,
+            heads.head_dim,
+            START,
+            batched,
+            self._weights.embedding.dtype.size,
+        )
+        capacity = 256
+        while capacity <= LONGEST:
+            split = replace(shape, rows=capacity)
+            if policy("attention_decode", split, 16, self._platform.chip).splits > 1:
+                yield one_of_each[:1], capacity - STEPS * rows
+                return
+            capacity *= 2
+
+    def _difference(self, rows: int, batched: bool, layers: list[int], start: int) -> str | None:
+        """What the steps differ in by more than the tolerance."""
+        fused, twin = self._graphs(layers)
+        length = 1 if batched else rows
+        caches = [self._caches(rows, batched, start, len(layers)) for _ in range(2)]
+        vocabulary = self._config.vocab_size
+        # Spread over the vocabulary, special tokens included.
+        tokens = [(7919 * i + 1) % vocabulary for i in range(STEPS * rows)]
+        steps = mx.array(tokens, mx.uint32).reshape(STEPS, rows // length, length)
+        picked, found = [], []
+        for i in range(STEPS):
+            if i < STEPS // 2:
+                token, logits = fused.greedy(steps[i], caches[0])
+                best = mx.take_along_axis(logits, token[..., None], axis=-1)
+                picked.append(best == logits.max(-1, keepdims=True))
+            else:
+                logits = fused.logits(steps[i], caches[0])
+            found.append(logits)
+        # All at once: what one step leaves to the next is not waited for in a reply either.
+        mx.eval(found, picked)
+        expected = [
+            twin.logits(steps[i, :, j : j + 1], caches[1])
+            for i in range(STEPS)
+            for j in range(length)
+        ]
+        pairs: list[tuple[str, mx.array, mx.array, tuple[int, ...]]] = []
+        for layer, ours, theirs in zip(layers, *caches, strict=True):
+            for name, a, b in zip(("keys", "values"), ours.state, theirs.state, strict=False):
+                new = (a[..., start:, :], b[..., start:, :])
+                pairs.append((f"the {name} of layer {layer}", *new, (-2, -1)))
+        logits = (mx.concatenate(found, axis=1), mx.concatenate(expected, axis=1))
+        pairs.append(("the logits", *logits, (-1,)))
+        tolerance = TOLERANCE[self._weights.embedding.dtype]
+        errors = [_error(a, b, axes) for _, a, b, axes in pairs]
+        mx.eval(errors)
+        for (name, *_), error in zip(pairs, errors, strict=True):
+            size = float(error.item())  # type: ignore[arg-type]
+            # Not the other way round: NaN is an error.
+            if not size <= tolerance:
+                return f"{name} differ by {size:.2g} of their size, {tolerance} is allowed"
+        if not all(mx.all(right).item() for right in picked):
+            return "the token picked is not the most likely one"
+        return None
+
+    def _graphs(self, layers: list[int]) -> tuple[DecodeStep, DecodeStep]:
+        """Both steps over these layers only, with a plan of their own; the twin is not compiled,
+        which would cost seconds."""
+        plan = copy.deepcopy(self.twin.plan)
+        weights = replace(self._weights, layers=[self._weights.layers[i] for i in layers])
+        fused = FusedGraph(self._config, weights, plan, self._platform)
+        twin = StepGraph(
+            self._config,
+            replace(self.twin.weights, layers=[self.twin.weights.layers[i] for i in layers]),
+            plan,
+        )
+        twin.compiled = False
+        fused.kind_of_layer = twin.kind_of_layer = [0] * len(layers)
+        return DecodeStep(fused, plan), DecodeStep(twin, plan)
+
+    def _caches(self, rows: int, batched: bool, start: int, layers: int) -> list[Any]:
+        """A cache a layer with ``start`` random rows and room for the steps, equal every time."""
+        heads, dtype = self._weights.heads, self._weights.embedding.dtype
+        capacity = start + STEPS * (1 if batched else rows)
+        shape = (rows if batched else 1, heads.kv_heads, capacity, heads.head_dim)
+        caches: list[Any] = []
+        for layer in range(layers):
+            keys, values = (
+                mx.random.normal(shape, dtype, key=mx.random.key(2 * layer + i)) for i in range(2)
+            )
+            if batched:
+                padding = [i % START for i in range(rows)]
+                caches.append(BatchKVCache(padding))
+                offset = mx.array([start - pad for pad in padding])
+                caches[-1].state = (keys, values, offset, mx.array(padding), start)
+            else:
+                caches.append(KVCache())
+                caches[-1].state = (keys, values, start)
+        if batched:
+            for cache in caches[1:]:
+                cache.offset, cache.left_padding = caches[0].offset, caches[0].left_padding
+        return caches
+
+    def _combination(self, rows: int, batched: bool) -> str:
+        """Everything that the verdict depends on, readable."""
+        weights = self._weights
+        formats = [_matrix_format(weights.embedding), _matrix_format(weights.head)]
+        formats += [_layer_format(layer) for layer in weights.layers]
+        shapes = (formats, weights.heads.heads, weights.heads.kv_heads, weights.heads.head_dim)
+        facts = (self._config.rms_norm_eps, weights.heads.traditional)
+        return ", ".join(
+            (
+                f"{self._platform.backend} on {device.chip()} ({self._platform.chip.name})",
+                _system(),
+                "mlx " + version("mlx"),
+                f"husky_mlx {__version__}",
+                f"kernels {_source_digest()}",
+                f"model {_digest(repr((shapes, facts)))}",
+                f"{rows} rows{' batched' if batched else ''}",
+            )
+        )
+
+
+def _error(a: mx.array, b: mx.array, axes: tuple[int, ...]) -> mx.array:
+    """The largest error of ``a`` over the size of ``b``, both as norms over ``axes``."""
+    a, b = a.astype(mx.float32), b.astype(mx.float32)
+    # A logit that all tokens share changes nothing.
+    size = mx.square(b - b.mean(axes, keepdims=True) if axes == (-1,) else b).sum(axes)
+    return mx.sqrt(mx.square(a - b).sum(axes) / mx.maximum(size, 1e-30)).max()
+
+
+def _matrix_format(matrix: Any) -> tuple:
+    return (
+        matrix.bits,
+        matrix.group_size,
+        matrix.rows,
+        matrix.columns,
+        matrix.has_bias,
+        str(matrix.dtype),
+    )
+
+
+def _layer_format(layer: FusedLayer) -> tuple:
+    parts = (layer.qkv, layer.o_proj, layer.gate_up, layer.down_proj)
+    return tuple(_matrix_format(part) for part in parts)
+
+
+def _system() -> str:
+    mac = machine.mac_ver()[0]
+    return f"macOS {mac}" if mac else f"{machine.system()} {machine.release()}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _source_digest() -> str:
+    """Of the kernels, and of the Python that launches and cuts them."""
+    package = Path(__file__).parent
+    files = [path for path in kernel_folder().rglob("*") if path.is_file()]
+    files += [package / "policy.py", package / "tiles.py", *(package / "ops").glob("*.py")]
+    return _digest("".join(f"{path.name}\n{path.read_text()}" for path in sorted(files)))
+
+
+def _path() -> Path:
+    return cache_dir() / "selftest.json"
+
+
+def _remembered() -> dict[str, str | None]:
+    """Verdicts of earlier runs: a combination's problem, or None. Empty where none can be read."""
+    try:
+        verdicts = json.loads(_path().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return verdicts if isinstance(verdicts, dict) else {}
+
+
+def _remember(combination: str, problem: str | None) -> None:
+    path = _path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed into place: another process reads the old verdicts or the new ones.
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, prefix=".selftest-", delete=False
+        ) as file:
+            json.dump({**_remembered(), combination: problem}, file, indent=1)
+        os.replace(file.name, path)
+    except OSError:
+        return  # the next load tests again

@@ -1,0 +1,506 @@
+"""The decode step made of kernels, run from their Metal sources in the emulator, against mlx-lm."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import warnings
+from collections import Counter
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+import reference
+from fixtures import FIX_A, PROMPT, mlx_weights, numpy_weights, quantize_weights
+from mlx_lm.generate import generate_step, generation_stream, speculative_generate_step
+from test_parity import stock_model
+
+from husky_mlx import (
+    chips,
+    device,
+    emulator,
+    frozen,
+    graphs,
+    kernel_source,
+    kernels,
+    loading,
+    selftest,
+)
+from husky_mlx.cache import BatchKVCache, RotatingKVCache
+from husky_mlx.fused import FusedGraph, fused_weights
+from husky_mlx.greedy import greedy_tokens
+from husky_mlx.loading import build_model
+from husky_mlx.ops import embed
+from husky_mlx.ops.gemv import Platform
+
+CHIPS = ["m1", "m4max", "sm_90"]
+NEAR_THE_BORDER = PROMPT + PROMPT[:10]  # 50 tokens; the CPU's caches grow by 64
+
+
+def use_kernels(monkeypatch, check):
+    def emulated(*arguments, **parts):
+        return functools.partial(emulator.MetalKernel(*arguments, **parts), check=check)
+
+    defaults = {"header": "", "ensure_row_contiguous": True}
+    monkeypatch.setattr(emulator, "metal_kernel", functools.partial(emulated, **defaults))
+    kernels._kernel.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def fast_emulator(monkeypatch):
+    """Only the results matter here: the checks of each kernel have tests of their own."""
+    use_kernels(monkeypatch, "fast")
+    yield
+    kernels._kernel.cache_clear()
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """``on(chip)``: from here on models get the fused step of a chip, without its self-test."""
+
+    def choose(chip):
+        def fused(config, weights, plan):
+            made = fused_weights(config, weights)
+            assert not isinstance(made, str), made
+            return FusedGraph(config, made, plan, Platform(chips.parse(chip), "emulator"))
+
+        monkeypatch.setattr(frozen, "choose_graph", fused)
+
+    return choose
+
+
+@pytest.fixture
+def tested_on(monkeypatch, tmp_path):
+    """The same with the self-test; returns the file of its verdicts."""
+    path = tmp_path / "folder" / "selftest.json"
+    monkeypatch.setattr(selftest, "_path", lambda: path)
+
+    def choose(chip="m1"):
+        platform = Platform(chips.parse(chip), "emulator")
+        monkeypatch.setattr(graphs, "kernel_platform", lambda: platform)
+        return path
+
+    return choose
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """``plant(op, old, new)`` changes a kernel's Metal source."""
+
+    def change(op, old, new):
+        def planted(name, **how):
+            source = kernel_source.kernel_source(name, **how)
+            if name != op:
+                return source
+            assert old in source.numbered_source
+            return replace(source, numbered_source=source.numbered_source.replace(old, new))
+
+        monkeypatch.setattr(kernels, "kernel_source", planted)
+        kernels._kernel.cache_clear()
+
+    return change
+
+
+def weights_of(config, bits=4, group_size=32):
+    weights = mlx_weights(config)
+    return quantize_weights(weights, bits, group_size) if bits < 16 else weights
+
+
+def expected(config, weights, prompt, count):
+    """mlx-lm's own greedy tokens."""
+    stock = stock_model(config, dict(weights))
+    return [int(t) for t, _ in generate_step(mx.array(prompt), stock, max_tokens=count)]
+
+
+def decode(model, prompt, count):
+    cache = model.make_cache()
+    tokens = greedy_tokens(
+        model, mx.array(prompt), count, stream=generation_stream, prompt_cache=cache
+    )
+    return [token for token, _ in tokens], cache
+
+
+def difference(a, b):
+    a, b = a.astype(mx.float32), b.astype(mx.float32)
+    return (mx.abs(a - b).max() / mx.abs(b).max()).item()
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_the_tokens_of_32_steps_across_a_growth_are_the_reference_paths(on, chip):
+    weights = weights_of(FIX_A)
+    on(chip)
+    model = build_model(FIX_A, dict(weights))
+    tokens, cache = decode(model, NEAR_THE_BORDER, 32)
+    assert tokens == expected(FIX_A, weights, NEAR_THE_BORDER, 32)
+    assert cache[0].capacity() == 128, "50 tokens and 32 more pass 64 rows"
+    assert cache[0].offset == 82
+    assert model.plan.counts == {"frozen": 33, "reference": 1, "traces": 33}
+
+
+VARIANTS = {
+    "8 bit": ({}, 8, 64),
+    "16 bit": ({}, 16, 0),
+    "biases": ({"attention_bias": True, "mlp_bias": True}, 4, 64),
+    "tied": ({"tie_word_embeddings": True}, 4, 32),
+    "traditional": ({"rope_traditional": True, "vocab_size": 101}, 4, 32),
+    "one kv head": ({"num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96}, 8, 32),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_formats_biases_ties_and_odd_shapes(on, name):
+    changes, bits, group_size = VARIANTS[name]
+    config = {**FIX_A, **changes}
+    weights = weights_of(config, bits, group_size)
+    on("m4max")
+    model = build_model(config, dict(weights))
+    tokens, _ = decode(model, PROMPT, 12)
+    assert tokens == expected(config, weights, PROMPT, 12)
+    assert model.plan.counts["frozen"] == 13
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_16_bit_activations(on, monkeypatch, dtype):
+    """As on a GPU, where nothing is widened; against mlx-lm in float32 with the same weights."""
+    for module in (device, embed, loading):
+        monkeypatch.setattr(module, "activation_dtype", lambda stored: stored)
+    weights = {
+        name: value if value.dtype == mx.uint32 else value.astype(dtype)
+        for name, value in weights_of(FIX_A).items()
+    }
+    exact = {
+        name: value if value.dtype == mx.uint32 else value.astype(mx.float32)
+        for name, value in weights.items()
+    }
+    on("m1")
+    model, stock = build_model(FIX_A, weights), stock_model(FIX_A, exact)
+    cache, theirs = model.make_cache(), stock.make_cache() if hasattr(stock, "make_cache") else None
+    theirs = theirs or [type(c).__mro__[2]() for c in cache]
+    model(mx.array([PROMPT]), cache=cache)
+    stock(mx.array([PROMPT]), cache=theirs)
+    for token in (3, 60, 68):
+        ours, right = (
+            m(mx.array([[token]]), cache=c) for m, c in ((model, cache), (stock, theirs))
+        )
+        # Two layers round about ten times, by at most half a unit in the last place.
+        assert difference(ours, right) < 5 * (2**-11 if dtype == mx.float16 else 2**-8)
+    assert cache[0].keys.dtype == dtype
+    assert model.plan.counts["frozen"] == 3
+
+
+@pytest.mark.parametrize("other", ["sliding_attention", "full_attention"])
+def test_a_ring_that_goes_round(on, other):
+    """Against the whole sequence under a mask, in float64."""
+    kinds = ["sliding_attention", other]
+    config = {**FIX_A, "sliding_window": 48, "layer_types": kinds}
+    on("m1")
+    model = build_model(config, mlx_weights(config))
+    tokens, cache = decode(model, PROMPT, 24)
+    if other == "sliding_attention":
+        right = reference.check(numpy_weights(config), config, PROMPT, tokens, reference.band(48))
+    else:
+        right = expected(config, mlx_weights(config), PROMPT, 24)
+    assert tokens == right
+    assert type(cache[0]) is RotatingKVCache and cache[0].capacity() == 48
+    assert model.plan.counts["frozen"] == 25
+
+
+def test_batched_rows_equal_single_runs(on):
+    weights = weights_of(FIX_A)
+    on("m1")
+    model, stock = (
+        build_model(FIX_A, dict(weights)),
+        build_model(FIX_A, dict(weights), backend="mlx"),
+    )
+    prompts = [PROMPT[:9], PROMPT[9:29], PROMPT[29:34]]
+    singles = []
+    for prompt in prompts:
+        singles.append(model.make_cache())
+        model(mx.array([prompt]), cache=singles[-1])
+    caches = [BatchKVCache.merge(list(layer)) for layer in zip(*singles, strict=True)]
+    assert caches[0].left_padding.tolist() == [11, 0, 15]
+    for step in range(4):
+        tokens = [PROMPT[step], PROMPT[step + 7], PROMPT[step + 20]]
+        logits = model(mx.array(tokens)[:, None], cache=caches)
+        for row, token in enumerate(tokens):
+            prompts[row] = [*prompts[row], token]
+            alone = stock(mx.array([prompts[row]]))[:, -1:]
+            assert difference(logits[row : row + 1], alone) < 1e-4
+    assert model.plan.counts["frozen"] == 4
+
+
+def test_the_greedy_graph_picks_from_the_logits_of_the_other(on):
+    weights = weights_of({**FIX_A, "vocab_size": 101})
+    on("m4max")
+    model = build_model({**FIX_A, "vocab_size": 101}, weights)
+    caches = [model.make_cache() for _ in range(2)]
+    for cache in caches:
+        model(mx.array([PROMPT]), cache=cache)
+    token = mx.array([[7]])
+    for _ in range(4):
+        step = model.decode_step(token, caches[0])
+        picked, logits = step.greedy(token, caches[0])
+        assert mx.array_equal(logits, step.logits(token, caches[1]))
+        assert picked.tolist() == mx.argmax(logits, axis=-1).tolist()
+        token = picked
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_five_launches_a_layer_and_few_beside_them(on, chip):
+    config = {**FIX_A, "num_hidden_layers": 3}
+    on(chip)
+    model = build_model(config, weights_of(config))
+    cache = model.make_cache()
+    model(mx.array([PROMPT]), cache=cache)
+    token = mx.array([[5]])
+    for rows, combines in ((0, 0), (4000, 3)):
+        for layer in cache if rows else ():
+            layer.grow(rows, layer.offset)
+        for call in ("logits", "greedy"):
+            step = model.decode_step(token, cache)
+            with kernels.record() as launches:
+                getattr(step, call)(token, cache)
+            found = Counter(launch.op for launch in launches)
+            layers = {
+                op: found.pop(op)
+                for op in (
+                    "rms_qkv_rope_append",
+                    "attention_decode",
+                    "o_proj_add",
+                    "rms_gate_up_swiglu",
+                    "down_add",
+                )
+            }
+            assert set(layers.values()) == {3}, "one of each a layer"
+            assert found.pop("attention_combine", 0) == combines
+            assert found.total() <= 4, dict(found)
+
+
+@pytest.mark.parametrize("length", [2, 3, 4])
+def test_tokens_of_one_sequence_in_one_step(on, length):
+    """What verifies a draft: the logits of all rows, across a growth, after a trim too."""
+    weights = weights_of(FIX_A)
+    on("m1")
+    model, stock = (
+        build_model(FIX_A, dict(weights)),
+        build_model(FIX_A, dict(weights), backend="mlx"),
+    )
+    text = NEAR_THE_BORDER + PROMPT[:9]
+    cache = model.make_cache()
+    model(mx.array([text]), cache=cache)
+    for step in range(4):
+        more = PROMPT[10 * step : 10 * step + length]
+        logits = model(mx.array([more]), cache=cache)
+        right = stock(mx.array([text + more]))[:, -length:]
+        assert logits.shape == right.shape
+        assert difference(logits, right) < 1e-4
+        # The draft's last token was refused.
+        assert all(layer.trim(1) == 1 for layer in cache)
+        text += more[:-1]
+        assert cache[0].offset == len(text)
+    assert cache[0].capacity() == (128 if length > 2 else 64)
+    assert model.plan.counts["frozen"] == 4 and model.plan.counts["reference"] == 1
+
+
+def test_speculative_decoding_runs_on_the_kernels(on):
+    weights = weights_of(FIX_A)
+    on("m1")
+    model, draft = build_model(FIX_A, dict(weights)), build_model(FIX_A, mlx_weights(FIX_A))
+    found = speculative_generate_step(
+        mx.array(PROMPT), model, draft, num_draft_tokens=3, max_tokens=24
+    )
+    assert [int(t) for t, *_ in found] == expected(FIX_A, weights, PROMPT, 24)
+    assert model.plan.counts["reference"] == 1, "the prompt"
+    assert draft.plan.counts["frozen"] > 0
+
+
+def test_five_tokens_rings_and_batches_take_the_reference_path(on):
+    on("m1")
+    model = build_model(FIX_A, weights_of(FIX_A))
+    plain, ring = model.make_cache(), model.make_cache(max_kv_size=64)
+    for cache in (plain, ring):
+        model(mx.array([PROMPT]), cache=cache)
+    batch = [BatchKVCache.merge([layer, layer]) for layer in plain]
+    for tokens, cache in (([[3] * 5], plain), ([[3, 4]], ring), ([[3, 4], [3, 4]], batch)):
+        model(mx.array(tokens), cache=cache)
+    assert model.plan.counts["frozen"] == 0
+
+
+def test_the_plain_step_takes_one_token_only():
+    model = build_model(FIX_A, mlx_weights(FIX_A))
+    cache = model.make_cache()
+    model(mx.array([PROMPT]), cache=cache)
+    model(mx.array([[3, 4]]), cache=cache)
+    assert model.plan.counts == {"frozen": 0, "reference": 2, "traces": 0}
+
+
+def test_a_cache_of_another_dtype_is_converted_once(on):
+    """A prompt cache that was saved on a machine with other activations."""
+    weights = weights_of(FIX_A)
+    on("m1")
+    model, stock = (
+        build_model(FIX_A, dict(weights)),
+        build_model(FIX_A, dict(weights), backend="mlx"),
+    )
+    cache = model.make_cache()
+    model(mx.array([PROMPT]), cache=cache)
+    for layer in cache:
+        keys, values, offset = layer.state
+        layer.state = (keys.astype(mx.float16), values.astype(mx.float16), offset)
+    logits = model(mx.array([[7]]), cache=cache)
+    assert difference(logits, stock(mx.array([[*PROMPT, 7]]))[:, -1:]) < 1e-2
+    assert cache[0].buffers()[0].dtype == mx.float32
+    assert model.plan.counts["frozen"] == 1
+
+
+def test_a_cache_of_other_heads_is_refused_by_the_kernels_too(on):
+    on("m1")
+    model = build_model(FIX_A, weights_of(FIX_A))
+    cache = model.make_cache()
+    for layer in cache:
+        layer.state = (mx.zeros((1, 4, 8, 8)), mx.zeros((1, 4, 8, 8)), 8)
+    with pytest.raises(ValueError, match="4 key/value heads of 8 and the model has 2 of 16"):
+        model(mx.array([[7]]), cache=cache)
+
+
+def test_a_self_test_passes_once_and_is_remembered(tested_on, monkeypatch):
+    path = tested_on("m4max")
+    weights = weights_of(FIX_A)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = build_model(FIX_A, dict(weights))
+        tokens, _ = decode(model, PROMPT, 4)
+    assert tokens == expected(FIX_A, weights, PROMPT, 4)
+    assert "fused kernels" in str(model.plan)
+    (combination,) = verdicts = json.loads(path.read_text())
+    assert verdicts[combination] is None
+    assert all(part in combination for part in ("emulator", "m4max", "mlx 0.", "husky_mlx 0."))
+    assert list(path.parent.iterdir()) == [path], "nothing temporary is left"
+
+    def again(*arguments):
+        raise AssertionError("tested twice")
+
+    monkeypatch.setattr(selftest.SelfTest, "_problem", again)
+    assert decode(build_model(FIX_A, dict(weights)), PROMPT, 4)[0] == tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_number_of_rows_passes_the_self_test(tested_on, chip):
+    path = tested_on(chip)
+    model = build_model(FIX_A, weights_of(FIX_A))
+    model.prepare()
+    step = model._frozen._step
+    for rows, batched in [(2, False), (3, False), (4, False), (1, True), (3, True), (4, True)]:
+        assert step.proven(rows, batched) is step
+    assert list(json.loads(path.read_text()).values()) == [None] * 7
+
+
+# (op, what to replace, by what, what the warning says)
+PLANTED = {
+    "a row too far": (
+        "rms_qkv_rope_append",
+        "+ slot[0] +",
+        "+ slot[0] + 1 +",
+        "the keys of layer 0 differ by",
+    ),
+    "a row short": ("attention_decode", "live = place[1]", "live = place[1] - 1", "differ by"),
+    "no residual": ("down_add", "residual", "activated", "differ by"),
+    "another token": ("argmax_combine", "tokens[", "tokens[0] = 0; if (false) tokens[", "token"),
+    "does not compile": ("o_proj_add", "constexpr int", "constexpr wrong", "wrong"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_one_warning_and_the_reference_path(tested_on, plant, name):
+    op, old, new, message = PLANTED[name]
+    path = tested_on()
+    plant(op, old, new)
+    weights = weights_of(FIX_A)
+    with pytest.warns(UserWarning, match="fused kernels are off") as caught:
+        model = build_model(FIX_A, dict(weights))
+        tokens, _ = decode(model, PROMPT, 6)
+    assert tokens == expected(FIX_A, weights, PROMPT, 6)
+    assert len(caught) == 1 and message in str(caught[0].message)
+    assert "plain mx operations (self-test: " in str(model.plan) and message in str(model.plan)
+    (problem,) = json.loads(path.read_text()).values()
+    assert message in problem
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other = build_model(FIX_A, dict(weights))
+        assert decode(other, PROMPT, 6)[0] == tokens
+    assert message in str(other.plan), "remembered"
+
+
+def test_writes_that_the_device_loses_are_caught(tested_on, monkeypatch):
+    """A backend that hands the kernel a copy of the buffers: what it writes there is nowhere."""
+    tested_on()
+    losing = property(lambda self: {}, lambda self, updated: None)
+    monkeypatch.setattr(emulator.Outputs, "updated", losing, raising=False)
+    with pytest.warns(UserWarning, match="the keys of layer 0 differ by"):
+        build_model(FIX_A, weights_of(FIX_A)).prepare()
+
+
+def test_a_fault_in_further_rows_is_found_before_they_serve(tested_on, plant):
+    """Not at load, and in the middle of a conversation: its cache goes on."""
+    tested_on()
+    plant("o_proj_add", "constexpr int", "static_assert(M == 1);\nconstexpr int")
+    weights = weights_of(FIX_A)
+    model, stock = (
+        build_model(FIX_A, dict(weights)),
+        build_model(FIX_A, dict(weights), backend="mlx"),
+    )
+    cache = model.make_cache()
+    model(mx.array([PROMPT]), cache=cache)
+    model(mx.array([[5]]), cache=cache)
+    assert "fused kernels" in str(model.plan)
+    with pytest.warns(UserWarning, match="self-test of 2 rows") as caught:
+        logits = model(mx.array([[6, 7]]), cache=cache)
+    assert len(caught) == 1
+    assert difference(logits, stock(mx.array([[*PROMPT, 5, 6, 7]]))[:, -2:]) < 1e-4
+    logits = model(mx.array([[8]]), cache=cache)
+    assert difference(logits, stock(mx.array([[*PROMPT, 5, 6, 7, 8]]))[:, -1:]) < 1e-4
+    assert "plain mx operations (self-test: " in str(model.plan)
+
+
+@pytest.mark.parametrize("content", ["{not json", "[]", None])
+def test_a_broken_memory_of_verdicts_is_no_error(tested_on, content):
+    path = tested_on()
+    path.parent.mkdir()
+    if content is None:
+        path.mkdir()  # can be neither read nor replaced
+    else:
+        path.write_text(content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = build_model(FIX_A, weights_of(FIX_A))
+        model.prepare()
+    assert "fused kernels" in str(model.plan)
+
+
+def test_kernels_can_be_switched_off(tested_on, monkeypatch):
+    tested_on()
+    monkeypatch.setenv("HUSKY_KERNELS", "0")
+    model = build_model(FIX_A, weights_of(FIX_A))
+    with kernels.record() as launches:
+        decode(model, PROMPT, 2)
+    assert not launches
+    assert "plain mx operations (HUSKY_KERNELS is 0)" in str(model.plan)
+
+
+def test_a_copied_model_and_cache_go_on_alone(on):
+    on("m1")
+    weights = weights_of(FIX_A)
+    model = build_model(FIX_A, dict(weights))
+    cache = model.make_cache()
+    model(mx.array([PROMPT]), cache=cache)
+    model(mx.array([[5]]), cache=cache)
+    other, others = copy.deepcopy(model), copy.deepcopy(cache)
+    a = model(mx.array([[6]]), cache=cache)
+    other(mx.array([[9]]), cache=others)
+    b = other(mx.array([[6]]), cache=others)
+    assert difference(model(mx.array([[9]]), cache=cache), a) > 1e-3
+    stock = build_model(FIX_A, dict(weights), backend="mlx")
+    assert difference(a, stock(mx.array([[*PROMPT, 5, 6]]))[:, -1:]) < 1e-4
+    assert difference(b, stock(mx.array([[*PROMPT, 5, 9, 6]]))[:, -1:]) < 1e-4

@@ -70,7 +70,7 @@ class DecodeStep:
 
     def _run(self, step: Callable, tokens: mx.array, caches: Sequence[Any]) -> tuple[mx.array, ...]:
         length = tokens.shape[1]
-        slots = {
+        slots: dict[int, tuple[int, int]] = {
             kind: cache.begin_step(length)
             for kind, cache in zip(self._kind_of_layer, caches, strict=True)
         }
@@ -89,16 +89,16 @@ class DecodeStep:
         if self._in_place:
             for kind, cache in zip(self._kind_of_layer, caches, strict=True):
                 cache.allow_writing(slots[kind][0], self._dtype)
-            *results, places = self._write_in_place(step, inputs, caches)
+            *results, following = self._write_in_place(step, inputs, caches)
         else:
-            *results, places = self._replace(step, inputs, caches)
+            *results, following = self._replace(step, inputs, caches)
         # A batch counts on the device. One array for all layers, taken from what the step computes
         # anyway: added up on the host side, each would grow a chain of additions.
         rows = tokens.shape[0]
-        offset = start + length if padding is None else places[0][POSITIONS : POSITIONS + rows]
+        offset = start + length if padding is None else following[0][POSITIONS : POSITIONS + rows]
         for cache in caches:
             cache.end_step(offset)
-        for cache, (slot, live), place in zip(leaders, slots.values(), places, strict=True):
+        for cache, (slot, live), place in zip(leaders, slots.values(), following, strict=True):
             cache.next_place = NextPlace(slot + length, live + length, offset, padding, place)
         self._plan.count("frozen")
         return tuple(results)

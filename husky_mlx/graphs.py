@@ -25,14 +25,16 @@ def choose_graph(config: LlamaConfig, weights: StepWeights, plan: Plan) -> StepG
     twin = StepGraph(config, weights, plan)
     platform = kernel_platform()
     if platform is None:
-        plan.kernels = "plain mx operations"
+        plan.kernels = "plain MLX operations"
         return twin
-    if os.environ.get("HUSKY_KERNELS", "1") in ("", "0"):
-        plan.kernels = "plain mx operations (HUSKY_KERNELS is 0)"
+    # Not by default yet: MLX keeps no compiled custom kernel on disk, so that every process would
+    # spend half a minute on CUDA before its first token, and no Mac has run them.
+    if os.environ.get("HUSKY_KERNELS", "0") in ("", "0"):
+        plan.kernels = "plain MLX operations (HUSKY_KERNELS=1 tries the fused kernels)"
         return twin
     made = fused_weights(config, weights)
     if isinstance(made, str):
-        plan.kernels = f"plain mx operations ({made})"
+        plan.kernels = f"plain MLX operations ({made})"
         return twin
     self_test = SelfTest(config, made, twin, platform)
     if not self_test.passes(1, batched=False):

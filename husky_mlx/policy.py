@@ -67,8 +67,8 @@ _METAL_GEMV = {4: GemvTile(4, 2, 1, 1), 8: GemvTile(4, 2, 1, 1), 16: GemvTile(4,
 _METAL_WIDE_GEMV = {4: GemvTile(4, 4, 1, 2), 8: GemvTile(4, 4, 1, 2), 16: GemvTile(4, 4, 1, 2)}
 
 # (target, generation, large) -> tiles. Every figure is predicted, on 2026-11-30, from the number of
-# cores, their registers and MLX's own choices; measured ones are in ``_mma_tile``. The generations of a target that
-# are missing take those of the next older one.
+# cores, their registers and MLX's own choices; measured ones are in ``_mma_tile``. The generations
+# of a target that are missing take those of the next older one.
 _TABLE: dict[tuple[str, int, bool], _Tuning] = {
     ("metal", 13, False): _Tuning(_METAL_GEMV, _Attention(4, 2, 32, 2, 1024, 256)),
     ("metal", 13, True): _Tuning(_METAL_GEMV, _Attention(8, 2, 32, 2, 512, 256)),

@@ -37,13 +37,12 @@ STEPS = 8
 START = 2  # rows that are there before
 LONGEST = 16384  # capacity up to which a split of the context is looked for
 
-# Error over size, in Euclidean norms. It sits between what two right computations differ by and
-# what one wrong row of the eight does, sqrt(1/8) = 0.35: a model of n layers rounds its residual
-# about 3n times, each time by at most half a unit in the last place of the dtype, so that 32 layers
-# come to 10 such halves where they add up at random: 0.04 for bfloat16, 0.005 for float16. The rest
-# is for MLX's own 16-bit sums, which on CUDA are rounded as they go. float32 products pass through
-# TF32 there, which rounds like float16.
-TOLERANCE = {mx.float32: 0.05, mx.float16: 0.05, mx.bfloat16: 0.2}
+# Error over size, in Euclidean norms. It has to sit between what two right computations differ by
+# and what one wrong row of the eight does, sqrt(1/8) = 0.35. The residual is rounded a few times a
+# layer and the roundings add up at random: on an H200 Llama-3.2-1B's shapes in bfloat16 differ by
+# 0.004 after one layer, by 0.031 after 16 (4 bit, random weights), which makes 0.07 of 80 layers.
+# float16 rounds to an eighth of that; so do float32 products where they pass through TF32.
+TOLERANCE = {mx.float32: 0.03, mx.float16: 0.03, mx.bfloat16: 0.1}
 
 
 class SelfTest:
@@ -81,7 +80,7 @@ class SelfTest:
                     stacklevel=2,
                 )
         if problem is not None:
-            self.twin.plan.kernels = f"plain mx operations (self-test: {problem})"
+            self.twin.plan.kernels = f"plain MLX operations (self-test: {problem})"
             return False
         self._passed.add(variant)
         return True
@@ -152,8 +151,8 @@ class SelfTest:
             for name, a, b in zip(("keys", "values"), ours.state, theirs.state, strict=False):
                 new = (a[..., start:, :], b[..., start:, :])
                 pairs.append((f"the {name} of layer {layer}", *new, (-2, -1)))
-        logits = (mx.concatenate(found, axis=1), mx.concatenate(expected, axis=1))
-        pairs.append(("the logits", *logits, (-1,)))
+        both = (mx.concatenate(found, axis=1), mx.concatenate(expected, axis=1))
+        pairs.append(("the logits", *both, (-1,)))
         tolerance = TOLERANCE[self._weights.embedding.dtype]
         errors = [_error(a, b, axes) for _, a, b, axes in pairs]
         mx.eval(errors)

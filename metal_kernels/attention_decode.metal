@@ -6,8 +6,8 @@
 #include "attention_mma.h"
 #endif
 // queries (M, HEADS, D); keys, values (BATCHED ? M : 1, KV_HEADS, capacity, D), all T.
-// place int32 (2 or more): the slot that was written last and the live rows that row 0 sees with it;
-// row m of one sequence sees m more, rows of a batch see as many from their left_padding int32 on.
+// place int32 (2 or more): the slot that was written last and the live rows that row 0 sees with
+// it; row m of one sequence sees m more, rows of a batch as many from their left_padding int32 on.
 // attended (M, HEADS, D) in T; with SPLIT float32, for attention_combine: weighted values
 // (M, HEADS, splits, D), then maxima and then sums (M, HEADS, splits).
 // A block is UNROLL rows for each 32 / LANES lanes (attention.h), or UNROLL tiles of 16 rows where

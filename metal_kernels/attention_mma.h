@@ -111,8 +111,8 @@ inline void add_values(
 }
 
 // The rows [begin, end) of one head, TILES times 16 of them and then `stride` rows on; this lane's
-// vector sees the rows below `limit`. Rows past the end are never read. The next keys and values are
-// asked for as soon as their registers are free.
+// vector sees the rows below `limit`. Rows past the end are never read. The next keys and values
+// are asked for as soon as their registers are free.
 template <typename T, int D, bool TWICE, int TILES>
 inline void attend_mma(
     const device T* keys,

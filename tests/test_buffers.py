@@ -73,6 +73,25 @@ class Writer:
                 memory[:, :, slot : slot + rows.shape[2]] = sign * rows.astype(np.float32)
 
 
+class Plain(Writer):
+    """A graph that returns the buffers instead: what a model falls back to."""
+
+    in_place, nothing_before = False, None
+
+    def __init__(self):
+        pass
+
+    def logits(self, tokens, places, batched, keys, values):
+        row = tokens.astype(mx.float32)[:, None, :, None] * mx.ones((1, HEADS, 1, DIM))
+        slot = places[0][SLOT : SLOT + 1]
+        keys, values = (
+            [mx.slice_update(buffer, sign * row, slot, axes=(2,)) for buffer in side]
+            for sign, side in ((1, keys), (-1, values))
+        )
+        following = [places[0] + mx.array(advance(1))]
+        return mx.stack([*keys, *values]), following, keys, values
+
+
 @pytest.fixture
 def writer(monkeypatch):
     made = Writer()
@@ -366,6 +385,19 @@ def test_a_layer_from_another_list_brings_its_own_order(writer):
     assert second[1].ordering is first[0].ordering
     assert tokens_in(*mixed[0].state[:2]) == [1, 2, 3, 4, 5]
     assert tokens_in(*mixed[1].state[:2]) == [11, 12, 13, 14, 5]
+
+
+def test_a_step_of_plain_operations_goes_on_where_kernels_stopped(writer):
+    caches, step = filled([1, 2, 3]), step_of(writer)
+    advance_by(step, caches, 4, 5)
+    plain = step_of(Plain())
+    for token in (6, 7):
+        evaluate(plain.logits(mx.array([[token]]), caches))
+    shown = held(caches)
+    assert contents(shown) == [1, 2, 3, 4, 5, 6, 7]
+    advance_by(step, caches, 8)
+    assert contents(held(caches)) == [*range(1, 9)]
+    assert contents(shown) == [*range(1, 8)]
 
 
 OPERATIONS = st.one_of(

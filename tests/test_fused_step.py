@@ -17,6 +17,7 @@ from mlx_lm.generate import generate_step, generation_stream, speculative_genera
 from test_parity import stock_model
 
 from husky_mlx import (
+    buffers,
     chips,
     device,
     emulator,
@@ -78,6 +79,7 @@ def tested_on(monkeypatch, tmp_path):
 
     def choose(chip="m1"):
         platform = Platform(chips.parse(chip), "emulator")
+        monkeypatch.setenv("HUSKY_KERNELS", "1")
         monkeypatch.setattr(graphs, "kernel_platform", lambda: platform)
         return path
 
@@ -303,7 +305,10 @@ def test_tokens_of_one_sequence_in_one_step(on, length):
     assert model.plan.counts["frozen"] == 4 and model.plan.counts["reference"] == 1
 
 
-def test_speculative_decoding_runs_on_the_kernels(on):
+def test_speculative_decoding_runs_on_the_kernels_and_copies_no_cache(on, monkeypatch):
+    copies = []
+    own = buffers.CacheBuffers._own
+    monkeypatch.setattr(buffers.CacheBuffers, "_own", lambda *a: (copies.append(a), own(*a)))
     weights = weights_of(FIX_A)
     on("m1")
     model, draft = build_model(FIX_A, dict(weights)), build_model(FIX_A, mlx_weights(FIX_A))
@@ -313,6 +318,7 @@ def test_speculative_decoding_runs_on_the_kernels(on):
     assert [int(t) for t, *_ in found] == expected(FIX_A, weights, PROMPT, 24)
     assert model.plan.counts["reference"] == 1, "the prompt"
     assert draft.plan.counts["frozen"] > 0
+    assert not copies, "what was taken back nobody has seen"
 
 
 def test_five_tokens_rings_and_batches_take_the_reference_path(on):
@@ -423,7 +429,7 @@ def test_a_planted_fault_is_one_warning_and_the_reference_path(tested_on, plant,
         tokens, _ = decode(model, PROMPT, 6)
     assert tokens == expected(FIX_A, weights, PROMPT, 6)
     assert len(caught) == 1 and message in str(caught[0].message)
-    assert "plain mx operations (self-test: " in str(model.plan) and message in str(model.plan)
+    assert "plain MLX operations (self-test: " in str(model.plan) and message in str(model.plan)
     (problem,) = json.loads(path.read_text()).values()
     assert message in problem
     with warnings.catch_warnings():
@@ -461,7 +467,7 @@ def test_a_fault_in_further_rows_is_found_before_they_serve(tested_on, plant):
     assert difference(logits, stock(mx.array([[*PROMPT, 5, 6, 7]]))[:, -2:]) < 1e-4
     logits = model(mx.array([[8]]), cache=cache)
     assert difference(logits, stock(mx.array([[*PROMPT, 5, 6, 7, 8]]))[:, -1:]) < 1e-4
-    assert "plain mx operations (self-test: " in str(model.plan)
+    assert "plain MLX operations (self-test: " in str(model.plan)
 
 
 @pytest.mark.parametrize("content", ["{not json", "[]", None])
@@ -486,7 +492,7 @@ def test_kernels_can_be_switched_off(tested_on, monkeypatch):
     with kernels.record() as launches:
         decode(model, PROMPT, 2)
     assert not launches
-    assert "plain mx operations (HUSKY_KERNELS is 0)" in str(model.plan)
+    assert "plain MLX operations (HUSKY_KERNELS=1 tries the fused kernels)" in str(model.plan)
 
 
 def test_a_copied_model_and_cache_go_on_alone(on):

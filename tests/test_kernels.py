@@ -13,6 +13,7 @@ from husky_mlx import device, kernels
 from husky_mlx.kernel_source import kernel_source, names
 
 TABLE = mx.arange(40 * 32, dtype=mx.float32).reshape(40, 32)
+PLACE = mx.zeros((16,), mx.int32)
 
 
 def embed(tokens=(3, 39), backend="emulator", **changes):
@@ -20,12 +21,13 @@ def embed(tokens=(3, 39), backend="emulator", **changes):
         "inputs": {
             "tokens": mx.array(tokens, mx.uint32),
             "before": TABLE,
+            "place": PLACE,
             "weight": TABLE,
             "scales": TABLE,
             "biases": TABLE,
         },
-        "outputs": [((len(tokens), 32), mx.float32)],
-        "template": {"T": mx.float32, "D": 32, "BITS": 16, "GROUP": 32},
+        "outputs": [((len(tokens), 32), mx.float32), ((16,), mx.int32)],
+        "template": {"T": mx.float32, "D": 32, "BITS": 16, "GROUP": 32, "LENGTH": 1},
         "grid": (32, len(tokens), 1),
         "threadgroup": (32, 1, 1),
         **changes,
@@ -45,7 +47,7 @@ def sources(tmp_path, monkeypatch):
 
 
 def test_a_launch_returns_what_the_kernel_computes():
-    (rows,) = embed((3, 39))
+    rows, _ = embed((3, 39))
     np.testing.assert_array_equal(np.array(rows), np.arange(1280.0).reshape(40, 32)[[3, 39]])
 
 
@@ -54,13 +56,22 @@ def test_a_launch_returns_what_the_kernel_computes():
     [
         (
             {"inputs": {"tokens": TABLE}},
-            "inputs: missing before, weight, scales, biases; not declared none",
+            "inputs: missing before, place, weight, scales, biases; not declared none",
         ),
         (
-            {"template": {"T": mx.float32, "D": 32, "BITS": 16, "GROUP": 32, "ROWS": 4}},
+            {
+                "template": {
+                    "T": mx.float32,
+                    "D": 32,
+                    "BITS": 16,
+                    "GROUP": 32,
+                    "LENGTH": 1,
+                    "ROWS": 4,
+                }
+            },
             "template: missing none; not declared ROWS",
         ),
-        ({"outputs": []}, "has 1 outputs, 0 given"),
+        ({"outputs": []}, "has 2 outputs, 0 given"),
         ({"grid": (33, 2, 1)}, "must be a multiple of the threadgroup"),
         ({"threadgroup": (16, 1, 1)}, "multiple of 32 threads"),
         ({"backend": "vulkan"}, "backend 'vulkan': one of metal, cuda, emulator"),
@@ -87,7 +98,7 @@ def test_launches_are_recorded_in_order_with_their_arrays():
     with kernels.record() as outer:
         embed((1,))
         with kernels.record() as inner:
-            (rows,) = embed((2, 5))
+            rows, _ = embed((2, 5))
     embed((4,))
     assert [launch.inputs["tokens"].tolist() for launch in outer] == [[1], [2, 5]]
     assert len(inner) == 1 and inner[0].op == "embed" and inner[0].backend == "emulator"
@@ -164,20 +175,23 @@ def test_cuda_kernels_are_translated_once_and_called_without_template(monkeypatc
     monkeypatch.setattr(mx.fast, "cuda_kernel", cuda_kernel)
     kernels._kernel.cache_clear()
     for tokens in ((1,), (2,), (1, 2, 3)):
-        (rows,) = embed(tokens, backend="cuda")
+        rows, _ = embed(tokens, backend="cuda")
         assert rows.shape == (len(tokens), 32)
-    halves = {"template": {"T": mx.float16, "D": 32, "BITS": 16, "GROUP": 32}}
-    embed(backend="cuda", outputs=[((2, 32), mx.float16)], **halves)
+    halves = {"template": {"T": mx.float16, "D": 32, "BITS": 16, "GROUP": 32, "LENGTH": 1}}
+    embed(backend="cuda", outputs=[((2, 32), mx.float16), ((16,), mx.int32)], **halves)
     kernels._kernel.cache_clear()
 
     assert len(built) == 2 and len(calls) == 4
-    assert built[0]["input_names"] == ["tokens", "before", "weight", "scales", "biases"]
-    assert built[0]["output_names"] == ["embedded"] and built[0]["name"] != built[1]["name"]
+    assert built[0]["input_names"] == ["tokens", "before", "place", "weight", "scales", "biases"]
+    assert (
+        built[0]["output_names"] == ["embedded", "following"]
+        and built[0]["name"] != built[1]["name"]
+    )
     # MLX hashes this at every evaluation.
     assert len(built[0]["header"] + built[0]["source"]) < 1024
     included = built[0]["header"].split('"')[1]
     assert "embedded" in Path(included).read_text()
-    assert all("template" not in call and len(call["inputs"]) == 5 for call in calls)
+    assert all("template" not in call and len(call["inputs"]) == 6 for call in calls)
 
 
 def test_sources_are_small_and_keep_the_files_line_numbers(sources):

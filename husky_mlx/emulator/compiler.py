@@ -16,9 +16,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from husky_mlx.demo_model import cache_dir
 from husky_mlx.emulator.errors import EmulatorError
 from husky_mlx.metal_text import kernel_folder
+from husky_mlx.paths import cache_dir
 
 OLDEST_CLANG = 16
 _HERE = Path(__file__).resolve().parent

@@ -224,7 +224,7 @@ def test_prompt_that_does_not_fit_is_an_error_with_its_figures(
     limit_to(monkeypatch, 10 * 2 * ROW_BYTES)
     with pytest.raises(MemoryLimitError) as error:
         next(husky_mlx.stream_generate(model, plain_tokenizer, PROMPT, 8, sampler=sampler))
-    rows = device.growth_step()
+    rows = 2 * device.growth_step()  # for 40 tokens
     needed = f"A KV cache of {rows} tokens needs {rows * 2 * ROW_BYTES:,} bytes"
     assert f"{needed}, but 5,120 bytes of" in str(error.value)
     assert str(error.value).endswith("About 10 tokens would fit.")

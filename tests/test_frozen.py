@@ -44,7 +44,7 @@ def test_500_steps_across_growths_equal_mlx_lm_with_one_trace_a_capacity():
     tokens, cache = decode(model, PROMPT, 500)
     assert tokens == expected
     assert cache[0].offset == 540, "the prompt and every token that was yielded"
-    capacities = range(64, 577, 64)  # for 40 to 540 rows, on the CPU
+    capacities = [*range(64, 513, 32), 576]  # for 40 to 540 rows, on the CPU
     assert cache[0].capacity() == capacities[-1]
     assert model.plan.counts == {"frozen": 501, "reference": 1, "traces": len(capacities)}
     decode(model, PROMPT, 500)
@@ -69,8 +69,8 @@ def test_a_growth_is_one_copy_of_one_layer_at_a_time_and_nothing_else_is_copied(
         capacities.append(cache[0].capacity())
         mx.reset_peak_memory()
         held = mx.get_active_memory()
-    assert sorted(set(capacities)) == [2048, 2304, 2560], "the reply crosses two growths"
-    buffer = 2048 * 2 * 64 * 4  # rows, kv heads, head_dim, float32
+    assert sorted(set(capacities)) == [2016, 2240, 2496], "the reply crosses two growths"
+    buffer = 2016 * 2 * 64 * 4  # rows, kv heads, head_dim, float32
     copies = [peak for peak in peaks[1:] if peak > buffer // 4]
     assert len(copies) == 2, "only the growths copy buffers"
     assert max(copies) < 3 * buffer, "the old keys and values of one layer at a time"
@@ -98,11 +98,11 @@ def test_capacity_follows_the_need_and_not_max_context():
     tokens, cache = decode(small, PROMPT, 30)
     more_tokens, more_cache = decode(large, PROMPT, 30)
     assert tokens == more_tokens
-    assert cache[0].capacity() == more_cache[0].capacity() == 128
+    assert cache[0].capacity() == more_cache[0].capacity() == 96
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
-@pytest.mark.parametrize("reply", [1, 2, 61, 62, 63, 64, 65])
+@pytest.mark.parametrize("reply", [1, 2, 29, 30, 31, 32, 33])
 def test_short_prompts_and_replies_that_end_on_a_capacity(length, reply):
     model = fresh_model()
     stock = stock_model(FIX_A, mlx_weights(FIX_A))
@@ -140,8 +140,8 @@ def test_position_is_an_array_C046_C047():
     """A position frozen at trace time would write every token to one slot and loop."""
     model = fresh_model()
     cache = model.make_cache()
-    model(mx.array([PROMPT[:10]]), cache)
-    for token in PROMPT[10:]:
+    model(mx.array([PROMPT[:35]]), cache)
+    for token in PROMPT[35:]:
         logits = model(mx.array([[token]]), cache)
     whole = model(mx.array([PROMPT]))[:, -1:]
     assert mx.abs(logits - whole).max() < 1e-4

@@ -37,8 +37,8 @@ def growth_step() -> int:
     """Tokens by which a KV cache grows at least.
 
     mlx-lm's 256 on GPUs. On the CPU build attention over rows that hold no token yet costs 21 us a
-    row for SmolLM2's 30 layers (measured, 2 x86 cores). A trace for a new capacity takes 20 ms while
-    the step before it still runs: 32.
+    row for SmolLM2's 30 layers (measured, 2 x86 cores). A trace for a new capacity takes 20 ms, but
+    beside the step before it: 32.
     """
     return 32 if target() == "cpu" else 256
 

@@ -7,8 +7,6 @@ import shutil
 
 import mlx.core as mx
 
-TARGETS = ("metal", "cuda", "cpu")
-
 
 def target() -> str:
     """``metal``, ``cuda`` or ``cpu``, by MLX's default device."""

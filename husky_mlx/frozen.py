@@ -16,7 +16,7 @@ from husky_mlx.config import LlamaConfig
 from husky_mlx.errors import MemoryLimitError
 from husky_mlx.freeze import DecodeStep
 from husky_mlx.graphs import choose_graph
-from husky_mlx.pack import FUSIONS, Separate, StepWeights, pack_layers
+from husky_mlx.pack import FUSIONS, Separate, StepWeights, pack
 from husky_mlx.places import MAX_ROWS
 from husky_mlx.plan import Plan
 from husky_mlx.snapshot import Snapshot
@@ -156,14 +156,9 @@ class Frozen:
             self.plan.foreign_part, self.plan.notes = part, []
             self._built_from, self._step_revision = Snapshot.of(model), revision
             return
-        layers = pack_layers(model.layers)
-        weights = StepWeights(
-            embedding=model.model.embed_tokens,
-            layers=layers,
-            norm=model.model.norm.weight,
-            head=model.head(),
-        )
-        self.plan.foreign_part, self.plan.notes = None, _unfused(layers)
+        frequencies = mx.array(self.config.rope.frequencies(self.config.head_dim))
+        weights = pack(model, frequencies)
+        self.plan.foreign_part, self.plan.notes = None, _unfused(weights)
         self._step = DecodeStep(choose_graph(self.config, weights, self.plan), self.plan)
         self._built_from, self._step_revision = Snapshot.of(model), revision
 
@@ -200,13 +195,13 @@ def _ring(cache: RotatingKVCache) -> tuple[int, int, int]:
     return cache._idx, cache.max_size, cache.keep
 
 
-def _unfused(layers: Sequence[Any]) -> list[str]:
+def _unfused(weights: StepWeights) -> list[str]:
     """A line for each reason for which projections stay separate."""
     reasons: dict[str, list[str]] = {}
-    for i, layer in enumerate(layers):
-        for group in FUSIONS:
+    for i, layer in enumerate(weights.layers):
+        for group, (_, names) in FUSIONS.items():
             projections = getattr(layer, group)
-            if isinstance(projections, Separate):
+            if isinstance(projections, Separate) and len(names) > 1:
                 reasons.setdefault(projections.reason, []).append(f"layers.{i}.{group}")
     return [
         f"not fused: {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''} ({reason})"

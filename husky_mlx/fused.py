@@ -21,8 +21,8 @@ from husky_mlx.ops.o_proj_add import o_proj_add_kernel
 from husky_mlx.ops.rms_gate_up_swiglu import rms_gate_up_swiglu_kernel
 from husky_mlx.ops.rms_lm_head import rms_lm_head_argmax_kernel, rms_lm_head_kernel
 from husky_mlx.ops.rms_qkv_rope_append import Heads, rms_qkv_rope_append_kernel
-from husky_mlx.pack import StepWeights
-from husky_mlx.places import MAX_ROWS, PADDING, POSITIONS, advance
+from husky_mlx.pack import FUSIONS, Projections, StepWeights
+from husky_mlx.places import MAX_ROWS, advance
 from husky_mlx.plan import Plan
 
 if TYPE_CHECKING:
@@ -35,10 +35,8 @@ ORDER_SIZE = 8  # smaller inputs are in another address space on Metal
 class FusedLayer:
     """One transformer layer as the kernels take it."""
 
-    input_norm: mx.array
     qkv: Matrix
     o_proj: Matrix
-    post_norm: mx.array
     gate_up: Matrix
     down_proj: Matrix
 
@@ -49,7 +47,6 @@ class FusedWeights:
 
     embedding: Matrix
     layers: list[FusedLayer]
-    norm: mx.array
     head: Matrix
     heads: Heads
 
@@ -58,7 +55,7 @@ def fused_weights(config: LlamaConfig, weights: StepWeights) -> FusedWeights | s
     """The step's weights for the kernels, or the first reason for which they cannot take them."""
     found: dict[str, Matrix] = {}
 
-    def matrix(name: str, source: Any) -> Matrix:
+    def matrix(name: str, source: Projections) -> Matrix:
         made = matrix_of(source)
         if isinstance(made, str):
             raise _NoKernel(f"{name}: no kernel for {made}")
@@ -71,38 +68,23 @@ def fused_weights(config: LlamaConfig, weights: StepWeights) -> FusedWeights | s
     if config.head_dim % 16 or config.head_dim > 256:
         return f"no kernel for head_dim {config.head_dim}"
     try:
-        embedding = matrix("embed_tokens", weights.embedding)
+        embedding = matrix("embed_tokens", weights.table)
         layers = [
             FusedLayer(
-                input_norm=layer.input_norm.astype(embedding.dtype),
-                qkv=matrix(f"layers.{i}.qkv", layer.qkv),
-                o_proj=matrix(f"layers.{i}.o_proj", layer.o_proj),
-                post_norm=layer.post_norm.astype(embedding.dtype),
-                gate_up=matrix(f"layers.{i}.gate_up", layer.gate_up),
-                down_proj=matrix(f"layers.{i}.down_proj", layer.down_proj),
+                **{group: matrix(f"layers.{i}.{group}", getattr(layer, group)) for group in FUSIONS}
             )
             for i, layer in enumerate(weights.layers)
         ]
-        head = matrix("lm_head", weights.embedding if config.tie_word_embeddings else weights.head)
+        head = matrix("lm_head", weights.head)
     except _NoKernel as reason:
         return str(reason)
     heads = Heads(
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
-        frequencies=mx.array(config.rope.frequencies(config.head_dim)),
         traditional=config.rope.traditional,
     )
-    made = FusedWeights(
-        embedding=embedding,
-        layers=layers,
-        norm=weights.norm.astype(embedding.dtype),
-        head=head,
-        heads=heads,
-    )
-    # A constant that is not evaluated yet would be computed again at every call.
-    mx.eval(made.norm, heads.frequencies, [(x.input_norm, x.post_norm) for x in layers])
-    return made
+    return FusedWeights(embedding=embedding, layers=layers, head=head, heads=heads)
 
 
 class _NoKernel(Exception):
@@ -143,16 +125,14 @@ class FusedGraph:
         """(B, L) tokens -> logits (B, L, vocabulary), the next places, the order of the appends."""
         x, places = self._residual(tokens, *rest)
         eps = self.config.rms_norm_eps
-        logits = rms_lm_head_kernel(x, self.weights.norm, eps, self.weights.head, self.platform)
+        logits = rms_lm_head_kernel(x, eps, self.weights.head, self.platform)
         return logits.reshape(*tokens.shape, -1), places, _order(x)
 
     def greedy(self, tokens: mx.array, *rest: Any) -> tuple:
         """``logits`` with the most likely tokens (B, L) before them."""
         x, places = self._residual(tokens, *rest)
         eps = self.config.rms_norm_eps
-        logits, best = rms_lm_head_argmax_kernel(
-            x, self.weights.norm, eps, self.weights.head, self.platform
-        )
+        logits, best = rms_lm_head_argmax_kernel(x, eps, self.weights.head, self.platform)
         return best.reshape(tokens.shape), logits.reshape(*tokens.shape, -1), places, _order(x)
 
     def _residual(
@@ -167,11 +147,9 @@ class FusedGraph:
         """(B, L) tokens -> the last residual (B * L, hidden), and the next places."""
         self.plan.count("traces")
         eps, platform = self.config.rms_norm_eps, self.platform
-        rows, length = tokens.shape
+        length = tokens.shape[1]
         for buffer in (*keys, *values):
             check_layout(buffer, self.config.num_key_value_heads, self.config.head_dim)
-        positions = places[0][POSITIONS : POSITIONS + rows * length]
-        left_padding = places[0][PADDING : PADDING + rows] if batched else None
         x, following = embed_kernel(
             tokens.reshape(-1), before, places[0], length, self.weights.embedding, platform
         )
@@ -180,22 +158,20 @@ class FusedGraph:
         ):
             queries = rms_qkv_rope_append_kernel(
                 x,
-                layer.input_norm,
                 eps,
                 layer.qkv,
                 self.weights.heads,
                 keys[i],
                 values[i],
-                positions,
                 places[kind],
                 batched,
                 platform,
             )
             attended = attention_decode_kernel(
-                queries, keys[i], values[i], places[kind], left_padding, platform
+                queries, keys[i], values[i], places[kind], batched, platform
             )
             x = o_proj_add_kernel(attended, x, layer.o_proj, platform)
-            activated = rms_gate_up_swiglu_kernel(x, layer.post_norm, eps, layer.gate_up, platform)
+            activated = rms_gate_up_swiglu_kernel(x, eps, layer.gate_up, platform)
             x = down_add_kernel(activated, x, layer.down_proj, platform)
         others = [place + mx.array(advance(length)) for place in places[1:]]
         return x, [following, *others]

@@ -1,4 +1,7 @@
-"""Fusions as data: which projections share an input, and one buffer for each group of them."""
+"""Fusions as data: which projections share an input, and one buffer for each group of them.
+
+Besides a group's weights its buffer holds what else the kernel that multiplies it takes.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,34 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from husky_mlx.layout import join
+
 # group -> (the module that holds it, its projections in the order of the fused rows)
 FUSIONS: dict[str, tuple[str, tuple[str, ...]]] = {
     "qkv": ("self_attn", ("q_proj", "k_proj", "v_proj")),
+    "o_proj": ("self_attn", ("o_proj",)),
     "gate_up": ("mlp", ("gate_proj", "up_proj")),
+    "down_proj": ("mlp", ("down_proj",)),
 }
 _ROW_PARAMETERS = ("weight", "scales", "biases", "bias")
+_QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
+_MODULES = (nn.Linear, nn.Embedding, *_QUANTIZED)
 
 
 @dataclass(frozen=True)
 class Fused:
-    """Projections of one input as a single matrix; the modules keep row views of its buffer."""
+    """Projections of one input as a single matrix; the modules keep row views of its buffer.
 
+    ``buffer``: uint32 (words,), in it the parameters that there are, in the order of the fields,
+    then ``norm`` in their dtype, then whatever else was given.
+    """
+
+    buffer: mx.array
     weight: mx.array
     scales: mx.array | None
     biases: mx.array | None
     bias: mx.array | None
+    norm: mx.array | None
     group_size: int | None
     bits: int | None
     mode: str
@@ -66,36 +81,47 @@ class Separate:
 Projections = Fused | Separate
 
 
-def fuse(modules: Sequence[nn.Module]) -> Projections:
-    """One matrix for linear modules of one input, if their storage agrees.
+def fuse(
+    modules: Sequence[nn.Module],
+    norm: mx.array | None = None,
+    more: Sequence[mx.array] = (),
+) -> Projections:
+    """One matrix for linear modules of one input, if their storage agrees, or for a table.
 
-    The modules' parameters become row views of the fused buffer, so nothing is held twice: the peak
-    is the buffer beside the originals of this one group. Modules that are not plain linear layers
-    (an adapter, say) or that differ in bits, group size, mode or dtype stay as they are.
+    ``norm`` (in,) and ``more`` are copied into its buffer. The modules' parameters become row views
+    of that, so nothing is held twice: the peak is the buffer beside the originals of this one
+    group. Modules that are not plain linear layers (an adapter, say) or that differ in bits, group
+    size, mode or dtype stay as they are.
     """
     reason = _difference(modules)
     if reason is not None:
         return Separate(tuple(modules), reason)
     rows = tuple(module.weight.shape[0] for module in modules)
     first = modules[0]
+    names = [name for name in _ROW_PARAMETERS if name in first and first[name] is not None]
+    arrays = [mx.concatenate([module[name] for module in modules]) for name in names]
+    dtype = first.scales.dtype if "scales" in names else first.weight.dtype
+    # The scales of the mx formats are bytes, and no kernel takes those.
+    fits = norm is not None and mx.issubdtype(dtype, mx.floating)
+    norms = [norm.astype(dtype)] if fits else []  # type: ignore[union-attr]
+    buffer, joined = join([*arrays, *norms, *more])
     parameters: dict[str, mx.array | None] = dict.fromkeys(_ROW_PARAMETERS)
-    for name in _ROW_PARAMETERS:
-        if name not in first or first[name] is None:
-            continue
-        buffer = mx.concatenate([module[name] for module in modules])
-        mx.eval(buffer)
-        views, start = [], 0
+    parameters.update(zip(names, joined, strict=False))
+    for name in names:
+        whole, start = parameters[name], 0
+        views = []
         for count in rows:
-            views.append(buffer[start : start + count])
+            views.append(whole[start : start + count])  # type: ignore[index]
             start += count
         # Before a module has them: another thread could not evaluate this one's arrays.
         mx.eval(views)
         for module, view in zip(modules, views, strict=True):
             module[name] = view
-        parameters[name] = buffer
-    quantized = isinstance(first, nn.QuantizedLinear)
+    quantized = "scales" in names
     return Fused(
+        buffer=buffer,
         **parameters,  # type: ignore[arg-type]
+        norm=joined[len(names)] if norms else None,
         group_size=first.group_size if quantized else None,
         bits=first.bits if quantized else None,
         mode=first.mode if quantized else "affine",
@@ -105,7 +131,7 @@ def fuse(modules: Sequence[nn.Module]) -> Projections:
 
 def _difference(modules: Sequence[nn.Module]) -> str | None:
     for module in modules:
-        if type(module) not in (nn.Linear, nn.QuantizedLinear):
+        if type(module) not in _MODULES:
             return f"{type(module).__name__} among them"
     formats = {_storage(module) for module in modules}
     if len(formats) == 1:
@@ -117,7 +143,7 @@ def _storage(module: nn.Module) -> tuple[Any, ...]:
     """What two modules must share to be rows of one matrix, the readable part first."""
     names = tuple(name for name in _ROW_PARAMETERS if name in module)
     dtypes = tuple(module[name].dtype for name in names)
-    if isinstance(module, nn.QuantizedLinear):
+    if isinstance(module, _QUANTIZED):
         label = f"{module.bits} bit {module.mode} group {module.group_size}"
         return (label, module.group_size, module.bits, module.mode, names, dtypes)
     return (str(module.weight.dtype), names, dtypes)
@@ -129,39 +155,52 @@ class LayerWeights:
 
     input_norm: mx.array
     qkv: Projections
-    o_proj: nn.Module
+    o_proj: Projections
     post_norm: mx.array
     gate_up: Projections
-    down_proj: nn.Module
-
-
-def pack_layers(layers: Sequence[nn.Module]) -> list[LayerWeights]:
-    """Fuse what can be fused, layer by layer, and gather what the decode step reads."""
-    packed = []
-    for layer in layers:
-        groups = {
-            group: fuse([layer[holder][name] for name in names])
-            for group, (holder, names) in FUSIONS.items()
-        }
-        packed.append(
-            LayerWeights(
-                input_norm=layer.input_layernorm.weight,
-                qkv=groups["qkv"],
-                o_proj=layer.self_attn.o_proj,
-                post_norm=layer.post_attention_layernorm.weight,
-                gate_up=groups["gate_up"],
-                down_proj=layer.mlp.down_proj,
-            )
-        )
-    mx.clear_cache()
-    return packed
+    down_proj: Projections
 
 
 @dataclass(frozen=True)
 class StepWeights:
-    """Everything that a decode step holds constant."""
+    """Everything that a decode step holds constant.
+
+    ``table``: the embedding as a matrix (vocabulary, hidden); ``head`` is it where they are tied.
+    """
 
     embedding: nn.Module
+    table: Projections
     layers: list[LayerWeights]
     norm: mx.array
-    head: Callable[[mx.array], mx.array]
+    head: Projections
+
+
+def pack(model: nn.Module, frequencies: mx.array) -> StepWeights:
+    """Fuse what can be fused, layer by layer, and gather what the decode step reads.
+
+    ``frequencies``: the rotary embedding's, float32 (head_dim / 2,), which go with each qkv.
+    """
+    layers = []
+    for layer in model.layers:
+        norms = {
+            "qkv": layer.input_layernorm.weight,
+            "gate_up": layer.post_attention_layernorm.weight,
+        }
+        more = {"qkv": [frequencies]}
+        groups = {
+            group: fuse(
+                [layer[holder][name] for name in names], norms.get(group), more.get(group, ())
+            )
+            for group, (holder, names) in FUSIONS.items()
+        }
+        layers.append(LayerWeights(input_norm=norms["qkv"], post_norm=norms["gate_up"], **groups))
+    embedding, norm = model.model.embed_tokens, model.model.norm.weight
+    table = fuse([embedding], norm)
+    if not model.args.tie_word_embeddings:
+        head = fuse([model.lm_head], norm)
+    elif isinstance(table, Separate):
+        head = Separate((embedding.as_linear,), table.reason)
+    else:
+        head = table
+    mx.clear_cache()
+    return StepWeights(embedding, table, layers, norm, head)

@@ -1,4 +1,4 @@
-// inputs: queries keys values place left_padding
+// inputs: queries keys values place
 // outputs: attended
 // template: T M HEADS KV_HEADS D BATCHED SPLIT SIMDGROUPS QUERIES LANES UNROLL
 #include "attention.h"
@@ -6,8 +6,8 @@
 #include "attention_mma.h"
 #endif
 // queries (M, HEADS, D); keys, values (BATCHED ? M : 1, KV_HEADS, capacity, D), all T.
-// place int32 (2 or more): the slot that was written last and the live rows that row 0 sees with
-// it; row m of one sequence sees m more, rows of a batch as many from their left_padding int32 on.
+// place int32 (16,): in 1 the live rows that row 0 sees; row m of one sequence sees m more, rows of a
+// batch as many, from their left padding on, which place has from 8 on.
 // attended (M, HEADS, D) in T; with SPLIT float32, for attention_combine: weighted values
 // (M, HEADS, splits, D), then maxima and then sums (M, HEADS, splits).
 // A block is UNROLL rows for each 32 / LANES lanes (attention.h), or UNROLL tiles of 16 rows where
@@ -37,7 +37,7 @@ threadgroup float maxima[SIMDGROUPS * ROOM];
 threadgroup float sums[SIMDGROUPS * ROOM];
 threadgroup float weighted[SIMDGROUPS * ROOM * D];
 
-const int start = BATCHED ? left_padding[batch] : 0;
+const int start = BATCHED ? place[8 + batch] : 0;
 const int live = place[1];
 const int last = BATCHED ? live : live + (first_vector + QUERIES - 1) / GROUP;
 const int begin = start + (split * SIMDGROUPS + simdgroup) * BLOCK;

@@ -1,25 +1,26 @@
-// inputs: activated residual weight scales biases bias
+// inputs: activated residual constants
 // outputs: y
 // template: T BITS GROUP K N M ROWS SIMDGROUPS KSPLIT UNROLL HAS_BIAS
+#include "constants.h"
 #include "gemv.h"
 // y (M, N) = residual (M, N) + activated (M, K) times the down projection (N, K), bias (N,) if
-// HAS_BIAS. Grid: a threadgroup a tile of rows. Where a format has no scales or no bias, any array
-// of 8 elements or more stands in.
+// HAS_BIAS; constants.h has the matrix's parts. Grid: a threadgroup a tile of rows.
+constexpr Parts AT = parts<T, BITS, GROUP, N, K, HAS_BIAS>();
 constexpr int TILE = ROWS * SIMDGROUPS / KSPLIT;
 constexpr int SUMS = gemv_partial<M, ROWS, SIMDGROUPS, KSPLIT>();
 threadgroup float4 staged[1];
 threadgroup float partial[SUMS];
 const uint first = threadgroup_position_in_grid.x * TILE;
 gemv<T, BITS, GROUP, K, N, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, false>(
-    activated, activated, 0.0f, weight, scales, biases, first, first + TILE / 2, staged, partial,
-    simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
+    activated, activated, 0.0f, constants, part<T>(constants, AT.scales), part<T>(constants, AT.biases), first,
+    first + TILE / 2, staged, partial, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 for (uint i = thread_index_in_threadgroup; i < M * TILE; i += 32 * SIMDGROUPS) {
   const uint m = i / TILE;
   const uint row = first + i % TILE;
   if (row < N) {
     float value = gemv_value<T, K, M, TILE, KSPLIT, false>(partial, 0.0f, m, i % TILE);
     if (HAS_BIAS) {
-      value += float(bias[row]);
+      value += float(part<T>(constants, AT.bias)[row]);
     }
     y[m * N + row] = T(float(residual[m * N + row]) + value);
   }

@@ -1,11 +1,12 @@
-// inputs: tokens before place weight scales biases
+// inputs: tokens before place constants
 // outputs: embedded following
-// template: T D BITS GROUP LENGTH
-// tokens uint32 (M,). weight (vocabulary, D) in T for BITS 16, scales and biases unread; else MLX's
-// affine rows: uint32 (vocabulary, D * BITS / 32), scales and biases (vocabulary, D / GROUP).
+// template: T N D BITS GROUP LENGTH
+#include "constants.h"
+// tokens uint32 (M,), rows of the table (N, D) in constants.h.
 // before: not read; the launch waits for whoever writes it, which orders one step after another.
 // following: place, int32 (16,), moved on by LENGTH tokens: slot, live rows and positions.
 // embedded (M, D) in T. A thread takes one word of one row.
+constexpr Parts AT = parts<T, BITS, GROUP, N, D, false>();
 constexpr int VALUES = BITS == 16 ? 1 : 32 / BITS;
 const int at = int(thread_position_in_grid.x);
 const int row = int(thread_position_in_grid.y);
@@ -16,12 +17,12 @@ if (row == 0 && at < 16) {
 if (at < D / VALUES) {
   const size_t source = size_t(tokens[row]) * (D / VALUES) + at;
   if (BITS == 16) {
-    embedded[size_t(row) * D + at] = T(float(weight[source]));
+    embedded[size_t(row) * D + at] = T(float(part<T>(constants, 0)[source]));
   } else {
-    const uint word = uint(weight[source]);
+    const uint word = constants[source];
     const size_t group = size_t(tokens[row]) * (D / GROUP) + at * VALUES / GROUP;
-    const float scale = float(scales[group]);
-    const float bias = float(biases[group]);
+    const float scale = float(part<T>(constants, AT.scales)[group]);
+    const float bias = float(part<T>(constants, AT.biases)[group]);
 #pragma unroll
     for (int i = 0; i < VALUES; i++) {
       const uint code = (word >> (i * BITS % 32)) & ((1u << (BITS % 32)) - 1u);

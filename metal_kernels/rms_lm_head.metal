@@ -1,9 +1,12 @@
-// inputs: x norm weight scales biases
+// inputs: x constants
 // outputs: logits
 // template: T OUT BITS GROUP K N M ROWS SIMDGROUPS KSPLIT UNROLL NORM EPS_BITS
+#include "constants.h"
 #include "gemv.h"
 // logits (M, N), of type OUT, of x (M, K) after RMS norm by norm (K,); NORM false: x is normed
-// already. EPS_BITS: the norm's float32 epsilon as an integer. Grid: a threadgroup a tile of rows.
+// already. norm is the last part in constants.h. EPS_BITS: the norm's float32 epsilon as an integer.
+// Grid: a threadgroup a tile of rows.
+constexpr Parts AT = parts<T, BITS, GROUP, N, K, false>();
 constexpr int TILE = ROWS * SIMDGROUPS / KSPLIT;
 constexpr int STAGED = gemv_staged<T, K, M, NORM>();
 constexpr int SUMS = gemv_partial<M, ROWS, SIMDGROUPS, KSPLIT>();
@@ -12,7 +15,8 @@ threadgroup float partial[SUMS];
 const float eps = as_type<float>(EPS_BITS);
 const uint first = threadgroup_position_in_grid.x * TILE;
 gemv<T, BITS, GROUP, K, N, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, NORM>(
-    x, norm, eps, weight, scales, biases, first, first + TILE / 2, staged, partial,
+    x, part<T>(constants, AT.rest), eps, constants, part<T>(constants, AT.scales),
+    part<T>(constants, AT.biases), first, first + TILE / 2, staged, partial,
     simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 for (uint i = thread_index_in_threadgroup; i < M * TILE; i += 32 * SIMDGROUPS) {
   const uint m = i / TILE;

@@ -1,10 +1,12 @@
-// inputs: x norm weight scales biases
+// inputs: x constants
 // outputs: logits best_values best_indices
 // template: T OUT BITS GROUP K N M ROWS SIMDGROUPS KSPLIT UNROLL NORM EPS_BITS
 #include "argmax.h"
+#include "constants.h"
 #include "gemv.h"
 // rms_lm_head, and of each tile of rows the largest logit as it was stored: best_values float32
 // and best_indices uint32, both (M, threadgroups), for argmax_combine.
+constexpr Parts AT = parts<T, BITS, GROUP, N, K, false>();
 constexpr int TILE = ROWS * SIMDGROUPS / KSPLIT;
 constexpr int STAGED = gemv_staged<T, K, M, NORM>();
 constexpr int SUMS = gemv_partial<M, ROWS, SIMDGROUPS, KSPLIT>();
@@ -15,7 +17,8 @@ const uint tile = threadgroup_position_in_grid.x;
 const uint first = tile * TILE;
 const uint lane = thread_index_in_simdgroup;
 gemv<T, BITS, GROUP, K, N, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, NORM>(
-    x, norm, eps, weight, scales, biases, first, first + TILE / 2, staged, partial,
+    x, part<T>(constants, AT.rest), eps, constants, part<T>(constants, AT.scales),
+    part<T>(constants, AT.biases), first, first + TILE / 2, staged, partial,
     simdgroup_index_in_threadgroup, lane);
 for (uint m = simdgroup_index_in_threadgroup; m < M; m += SIMDGROUPS) {
   Best best;

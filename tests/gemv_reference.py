@@ -14,6 +14,7 @@ import pytest
 
 from husky_mlx import emulator, kernels
 from husky_mlx.kernel_source import kernel_source
+from husky_mlx.layout import join
 from husky_mlx.tiles import GemvShape, GemvTile
 
 EPS = 1e-5
@@ -48,10 +49,11 @@ DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 class Weights:
     """A (rows, columns) matrix as the kernels take it, and its float64 values."""
 
-    weight: mx.array
-    scales: mx.array
-    biases: mx.array
+    parts: list[mx.array]
     exact: np.ndarray
+
+    def constants(self, *more: mx.array) -> mx.array:
+        return join([*self.parts, *more])[0]
 
 
 def exact(array: mx.array) -> np.ndarray:
@@ -66,8 +68,7 @@ def random_weights(rng, rows, columns, bits, group, dtype) -> Weights:
     """Codes of all values, in MLX's packing: the first value in a uint32's lowest bits."""
     if bits == 16:
         weight = normal(rng, (rows, columns), dtype, 0.1)
-        stand_in = mx.zeros((8,), dtype)
-        return Weights(weight, stand_in, stand_in, exact(weight))
+        return Weights([weight], exact(weight))
     codes = rng.integers(0, 2**bits, (rows, columns), dtype=np.uint32)
     each = 32 // bits
     shifts = np.arange(each, dtype=np.uint32) * bits
@@ -79,7 +80,7 @@ def random_weights(rng, rows, columns, bits, group, dtype) -> Weights:
     scales = scales.astype(dtype)
     biases = (scales.astype(mx.float32) * (-(2**bits - 1) / 2) + 0.01).astype(dtype)
     values = codes.reshape(*groups, group) * exact(scales)[..., None] + exact(biases)[..., None]
-    return Weights(mx.array(words), scales, biases, values.reshape(rows, columns))
+    return Weights([mx.array(words), scales, biases], values.reshape(rows, columns))
 
 
 def rms_norm(x: mx.array, weight: mx.array, scheme: str) -> np.ndarray:
@@ -145,13 +146,3 @@ def template_of(bits, group, dtype, m, columns, tile, **more):
     if "NORM" not in more:
         template.pop("NORM")
     return {**template, **more}
-
-
-def matrix_inputs(weights: Weights, dtype, bias=None):
-    given = mx.zeros((8,), dtype) if bias is None else bias
-    return {
-        "weight": weights.weight,
-        "scales": weights.scales,
-        "biases": weights.biases,
-        "bias": given,
-    }

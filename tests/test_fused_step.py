@@ -407,8 +407,8 @@ def test_every_number_of_rows_passes_the_self_test(tested_on, chip):
 PLANTED = {
     "a row too far": (
         "rms_qkv_rope_append",
-        "+ slot[0] +",
-        "+ slot[0] + 1 +",
+        "+ place[0] +",
+        "+ place[0] + 1 +",
         "the keys of layer 0 differ by",
     ),
     "a row short": ("attention_decode", "live = place[1]", "live = place[1] - 1", "differ by"),

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 from husky_mlx import generation
 from husky_mlx.errors import ContextLimitError
-from husky_mlx.pack import pack_layers
+from husky_mlx.pack import pack
 
 FIELDS = ("text", "token", "from_draft", "prompt_tokens", "generation_tokens", "finish_reason")
 LONG_PROMPT = np.random.default_rng(4).integers(3, 96, 600).tolist()
@@ -306,12 +306,12 @@ def test_a_lazy_model_is_frozen_once_by_two_threads(stock, monkeypatch):
     could be held twice."""
     calls = []
 
-    def slow_pack(layers):
+    def slow_pack(*arguments):
         calls.append(threading.get_ident())
         time.sleep(0.3)
-        return pack_layers(layers)
+        return pack(*arguments)
 
-    monkeypatch.setattr("husky_mlx.frozen.pack_layers", slow_pack)
+    monkeypatch.setattr("husky_mlx.frozen.pack", slow_pack)
     model = model_of(lazy=True)
     mx.eval(model.parameters())
     expected = mlx_lm_tokens(stock, PROMPT, 30)

@@ -22,12 +22,10 @@ def embed(tokens=(3, 39), backend="emulator", **changes):
             "tokens": mx.array(tokens, mx.uint32),
             "before": TABLE,
             "place": PLACE,
-            "weight": TABLE,
-            "scales": TABLE,
-            "biases": TABLE,
+            "constants": TABLE.view(mx.uint32),
         },
         "outputs": [((len(tokens), 32), mx.float32), ((16,), mx.int32)],
-        "template": {"T": mx.float32, "D": 32, "BITS": 16, "GROUP": 32, "LENGTH": 1},
+        "template": {"T": mx.float32, "N": 40, "D": 32, "BITS": 16, "GROUP": 32, "LENGTH": 1},
         "grid": (32, len(tokens), 1),
         "threadgroup": (32, 1, 1),
         **changes,
@@ -56,12 +54,13 @@ def test_a_launch_returns_what_the_kernel_computes():
     [
         (
             {"inputs": {"tokens": TABLE}},
-            "inputs: missing before, place, weight, scales, biases; not declared none",
+            "inputs: missing before, place, constants; not declared none",
         ),
         (
             {
                 "template": {
                     "T": mx.float32,
+                    "N": 40,
                     "D": 32,
                     "BITS": 16,
                     "GROUP": 32,
@@ -177,12 +176,12 @@ def test_cuda_kernels_are_translated_once_and_called_without_template(monkeypatc
     for tokens in ((1,), (2,), (1, 2, 3)):
         rows, _ = embed(tokens, backend="cuda")
         assert rows.shape == (len(tokens), 32)
-    halves = {"template": {"T": mx.float16, "D": 32, "BITS": 16, "GROUP": 32, "LENGTH": 1}}
+    halves = {"template": {"T": mx.float16, "N": 40, "D": 32, "BITS": 16, "GROUP": 32, "LENGTH": 1}}
     embed(backend="cuda", outputs=[((2, 32), mx.float16), ((16,), mx.int32)], **halves)
     kernels._kernel.cache_clear()
 
     assert len(built) == 2 and len(calls) == 4
-    assert built[0]["input_names"] == ["tokens", "before", "place", "weight", "scales", "biases"]
+    assert built[0]["input_names"] == ["tokens", "before", "place", "constants"]
     assert (
         built[0]["output_names"] == ["embedded", "following"]
         and built[0]["name"] != built[1]["name"]
@@ -191,7 +190,7 @@ def test_cuda_kernels_are_translated_once_and_called_without_template(monkeypatc
     assert len(built[0]["header"] + built[0]["source"]) < 1024
     included = built[0]["header"].split('"')[1]
     assert "embedded" in Path(included).read_text()
-    assert all("template" not in call and len(call["inputs"]) == 6 for call in calls)
+    assert all("template" not in call and len(call["inputs"]) == 4 for call in calls)
 
 
 def test_sources_are_small_and_keep_the_files_line_numbers(sources):

@@ -50,6 +50,7 @@ def error(scheme, shape, dtype, live, tile, padding=None, seed=0, spread=3.0, sl
         buffer[:, :, live if shape.batched else live + shape.m - 1 :] = float("nan")
         for row, pad in enumerate(padding or []):
             buffer[row, :, :pad] = float("nan")
+    place = [live - 1 if slot is None else slot, live, *[0] * 6, *(padding or [])]
     split = tile.splits > 1
     out = (shape.m, shape.heads, shape.head_dim)
     (attended,) = launch(
@@ -59,8 +60,7 @@ def error(scheme, shape, dtype, live, tile, padding=None, seed=0, spread=3.0, sl
             "queries": queries,
             "keys": keys,
             "values": values,
-            "place": mx.array([live - 1 if slot is None else slot, live], mx.int32),
-            "left_padding": mx.array(padding or [0], mx.int32),
+            "place": mx.array(place + [0] * (16 - len(place)), mx.int32),
         },
         [((tile.partials(shape),), mx.float32) if split else (out, dtype)],
         {

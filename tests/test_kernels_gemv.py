@@ -12,7 +12,6 @@ from gemv_reference import (
     check,
     exact,
     launch,
-    matrix_inputs,
     normal,
     random_weights,
     rms_norm,
@@ -38,7 +37,7 @@ def test_projection_and_residual(op, scheme, bits, group, dtype, m, columns, til
         {
             "attended" if op == "o_proj_add" else "activated": x,
             "residual": residual,
-            **matrix_inputs(weights, dtype, bias),
+            "constants": weights.constants(*[bias] * has_bias),
         },
         [((m, rows), dtype)],
         template_of(bits, group, dtype, m, columns, tile, N=rows, HAS_BIAS=has_bias),
@@ -60,7 +59,7 @@ def test_gate_and_up(scheme, bits, group, dtype, m, columns, tile):
     (activated,) = launch(
         scheme,
         "rms_gate_up_swiglu",
-        {"x": x, "norm": factors, **matrix_inputs(weights, dtype, bias)},
+        {"x": x, "constants": weights.constants(*[bias] * has_bias, factors)},
         [((m, width), dtype)],
         template_of(
             bits,
@@ -125,11 +124,8 @@ def run_qkv(
         "rms_qkv_rope_append",
         {
             "x": x,
-            "norm": factors,
-            **matrix_inputs(weights, dtype, bias),
-            "frequencies": mx.array(frequencies),
-            "positions": mx.array(positions, mx.int32),
-            "slot": mx.array([slot], mx.int32),
+            "constants": weights.constants(*[bias] * has_bias, factors, mx.array(frequencies)),
+            "place": mx.array([slot, 0, 0, 0, *positions, *[0] * (12 - m)], mx.int32),
             "keys": keys,
             "values": values,
         },

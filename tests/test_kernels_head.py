@@ -14,7 +14,6 @@ from gemv_reference import (
     check,
     exact,
     launch,
-    matrix_inputs,
     normal,
     random_weights,
     rms_norm,
@@ -48,8 +47,7 @@ def run_head(
     x, factors = normal(rng, (m, columns), dtype, 3.0), normal(rng, (columns,), dtype, 0.2, 0.5)
     shape = GemvShape(m, vocabulary, columns)
     best = [((m, tile.threadgroups(shape)), kind) for kind in (mx.float32, mx.uint32)]
-    inputs = {"x": x, "norm": factors, **matrix_inputs(weights, dtype)}
-    inputs.pop("bias")
+    inputs = {"x": x, "constants": weights.constants(factors)}
     outputs = launch(
         scheme,
         op,
@@ -129,7 +127,6 @@ def test_argmax_takes_the_first_of_equal_logits(scheme):
         for row in {9, 10, 14, 33, 60, 100} - set(copies):
             kept[row] = -np.abs(kept[row])
         weight = mx.array(kept).astype(mx.float16)
-        stand_in = mx.zeros((8,), mx.float16)
         # Positive x, so that the copies win.
         outputs, _ = run_head(
             scheme,
@@ -140,7 +137,7 @@ def test_argmax_takes_the_first_of_equal_logits(scheme):
             1,
             96,
             TILES[scheme][0],
-            weights=Weights(weight * positive_side(96), stand_in, stand_in, exact(weight)),
+            weights=Weights([weight * positive_side(96)], exact(weight)),
         )
         logits, values, indices = outputs
         assert len(set(exact(logits)[0, list(copies)])) == 1

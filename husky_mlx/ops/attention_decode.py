@@ -26,16 +26,15 @@ def attention_decode_kernel(
     keys: mx.array,
     values: mx.array,
     place: mx.array,
-    left_padding: mx.array | None,
+    batched: bool,
     platform: Platform,
 ) -> mx.array:
     """(M, heads, head_dim) against the live rows of the cache -> (M, heads * head_dim).
 
-    ``place`` (2,) int32: the slot written last and the live rows that row 0 sees; later rows of a
-    sequence see one more each. ``left_padding`` (M,) int32 where each row is a sequence.
+    ``place``: see ``places.py``; row 0 sees its live rows, later rows of a sequence one more each.
+    ``batched``: each row is a sequence.
     """
     m, heads, head_dim = queries.shape
-    batched = left_padding is not None
     shape = AttentionShape(
         m, heads, keys.shape[1], head_dim, keys.shape[2], batched, queries.dtype.size
     )
@@ -48,7 +47,6 @@ def attention_decode_kernel(
             "keys": keys,
             "values": values,
             "place": place,
-            "left_padding": place if left_padding is None else left_padding,
         },
         [((m, heads, head_dim), queries.dtype) if whole else ((tile.partials(shape),), mx.float32)],  # type: ignore[union-attr]
         {

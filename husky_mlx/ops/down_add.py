@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import mlx.core as mx
 
 from husky_mlx.matrix import Matrix
 from husky_mlx.ops.gemv import Platform, gemv_tile, launch_gemv
+from husky_mlx.pack import Projections
 
 
-def down_add(
-    activated: mx.array, residual: mx.array, down_proj: Callable[[mx.array], mx.array]
-) -> mx.array:
+def down_add(activated: mx.array, residual: mx.array, down_proj: Projections) -> mx.array:
     """(B, 1, intermediate) projected and added to the residual (B, 1, hidden)."""
-    return residual + down_proj(activated)
+    (y,) = down_proj(activated)
+    return residual + y
 
 
 def down_add_kernel(
@@ -28,7 +26,7 @@ def down_add_kernel(
         matrix,
         tile,
         -(-matrix.rows // tile.outputs),
-        {"activated": activated, "residual": residual, "bias": matrix.bias},
+        {"activated": activated, "residual": residual},
         [((m, matrix.rows), matrix.dtype)],
         {"N": matrix.rows, "M": m, "HAS_BIAS": matrix.has_bias},
         platform,

@@ -38,9 +38,9 @@ def embed_kernel(
     tile = policy("embed", shape, table.bits, platform.chip)
     embedded, following = launch(
         "embed",
-        {"tokens": tokens, "before": before, "place": place, **table.inputs},
+        {"tokens": tokens, "before": before, "place": place, "constants": table.constants},
         [((shape.m, shape.width), table.dtype), ((SIZE,), mx.int32)],
-        {**table.template, "D": shape.width, "LENGTH": length},
+        {**table.template, "N": table.rows, "D": shape.width, "LENGTH": length},
         tile.grid(shape),  # type: ignore[arg-type]
         tile.threadgroup,
         platform.backend,

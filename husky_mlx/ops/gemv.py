@@ -30,11 +30,11 @@ def eps_bits(eps: float) -> int:
 
 
 def normed(
-    op: str, x: mx.array, norm: mx.array, eps: float, matrix: Matrix, platform: Platform
+    op: str, x: mx.array, eps: float, matrix: Matrix, platform: Platform
 ) -> tuple[mx.array, GemvTile]:
     """x (M, K), normed here unless the kernel does it, and the tile for the projection."""
     tile = gemv_tile(op, x.shape[0], matrix, platform, norm=True)
-    return (x if tile.norm else mx.fast.rms_norm(x, norm, eps)), tile
+    return (x if tile.norm else mx.fast.rms_norm(x, matrix.norm, eps)), tile
 
 
 def gemv_tile(
@@ -61,11 +61,11 @@ def launch_gemv(
 ) -> list[mx.array]:
     """Launch ``op`` over ``threadgroups`` tiles of ``matrix``."""
     cut = tile.template()
-    if "norm" not in inputs:
+    if "EPS_BITS" not in template:
         del cut["NORM"]
     return launch(
         op,
-        {**inputs, **matrix.inputs},
+        {**inputs, "constants": matrix.constants},
         outputs,
         {**matrix.template, "K": matrix.columns, **cut, **template},
         (threadgroups * tile.threadgroup[0], 1, 1),

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import mlx.core as mx
 
 from husky_mlx.matrix import Matrix
 from husky_mlx.ops.gemv import Platform, gemv_tile, launch_gemv
+from husky_mlx.pack import Projections
 
 
-def o_proj_add(
-    attended: mx.array, residual: mx.array, o_proj: Callable[[mx.array], mx.array]
-) -> mx.array:
+def o_proj_add(attended: mx.array, residual: mx.array, o_proj: Projections) -> mx.array:
     """(B, 1, heads * head_dim) projected and added to the residual (B, 1, hidden)."""
-    return residual + o_proj(attended)
+    (y,) = o_proj(attended)
+    return residual + y
 
 
 def o_proj_add_kernel(
@@ -28,7 +26,7 @@ def o_proj_add_kernel(
         matrix,
         tile,
         -(-matrix.rows // tile.outputs),
-        {"attended": attended, "residual": residual, "bias": matrix.bias},
+        {"attended": attended, "residual": residual},
         [((m, matrix.rows), matrix.dtype)],
         {"N": matrix.rows, "M": m, "HAS_BIAS": matrix.has_bias},
         platform,

@@ -16,17 +16,20 @@ def rms_gate_up_swiglu(x: mx.array, norm: mx.array, eps: float, gate_up: Project
 
 
 def rms_gate_up_swiglu_kernel(
-    x: mx.array, norm: mx.array, eps: float, matrix: Matrix, platform: Platform
+    x: mx.array, eps: float, matrix: Matrix, platform: Platform
 ) -> mx.array:
-    """(M, hidden) -> silu(gate) * up, (M, intermediate); ``matrix`` has gate's rows, then up's."""
+    """(M, hidden) -> silu(gate) * up, (M, intermediate).
+
+    ``matrix`` has gate's rows, then up's, and the norm.
+    """
     m, width = x.shape[0], matrix.rows // 2
-    x, tile = normed("rms_gate_up_swiglu", x, norm, eps, matrix, platform)
+    x, tile = normed("rms_gate_up_swiglu", x, eps, matrix, platform)
     (activated,) = launch_gemv(
         "rms_gate_up_swiglu",
         matrix,
         tile,
         -(-width // (tile.outputs // 2)),
-        {"x": x, "norm": norm, "bias": matrix.bias},
+        {"x": x},
         [((m, width), matrix.dtype)],
         {"N": width, "M": m, "HAS_BIAS": matrix.has_bias, "EPS_BITS": eps_bits(eps)},
         platform,

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import mlx.core as mx
 
 from husky_mlx.kernels import launch
 from husky_mlx.matrix import Matrix
 from husky_mlx.ops.gemv import Platform, eps_bits, launch_gemv, normed
+from husky_mlx.pack import Projections
 
 ARGMAX_SIMDGROUPS = 8
 
 
-def rms_lm_head(
-    x: mx.array, norm: mx.array, eps: float, head: Callable[[mx.array], mx.array]
-) -> mx.array:
+def rms_lm_head(x: mx.array, norm: mx.array, eps: float, head: Projections) -> mx.array:
     """(B, 1, hidden) -> logits (B, 1, vocabulary)."""
-    return head(mx.fast.rms_norm(x, norm, eps))
+    (logits,) = head(mx.fast.rms_norm(x, norm, eps))
+    return logits
 
 
-def rms_lm_head_kernel(
-    x: mx.array, norm: mx.array, eps: float, matrix: Matrix, platform: Platform
-) -> mx.array:
-    """(M, hidden) -> logits (M, vocabulary)."""
-    logits, _ = _head("rms_lm_head", x, norm, eps, matrix, platform)
+def rms_lm_head_kernel(x: mx.array, eps: float, matrix: Matrix, platform: Platform) -> mx.array:
+    """(M, hidden) -> logits (M, vocabulary); ``matrix`` has the norm."""
+    logits, _ = _head("rms_lm_head", x, eps, matrix, platform)
     return logits
 
 
 def rms_lm_head_argmax_kernel(
-    x: mx.array, norm: mx.array, eps: float, matrix: Matrix, platform: Platform
+    x: mx.array, eps: float, matrix: Matrix, platform: Platform
 ) -> tuple[mx.array, mx.array]:
     """(M, hidden) -> logits (M, vocabulary) and the ids of the largest, (M,) uint32."""
-    logits, best = _head("rms_lm_head_argmax", x, norm, eps, matrix, platform)
+    logits, best = _head("rms_lm_head_argmax", x, eps, matrix, platform)
     m, count = best[0].shape
     threads = 32 * ARGMAX_SIMDGROUPS
     (tokens,) = launch(
@@ -48,10 +44,10 @@ def rms_lm_head_argmax_kernel(
 
 
 def _head(
-    op: str, x: mx.array, norm: mx.array, eps: float, matrix: Matrix, platform: Platform
+    op: str, x: mx.array, eps: float, matrix: Matrix, platform: Platform
 ) -> tuple[mx.array, list[mx.array]]:
     m = x.shape[0]
-    x, tile = normed("rms_lm_head", x, norm, eps, matrix, platform)
+    x, tile = normed("rms_lm_head", x, eps, matrix, platform)
     threadgroups = -(-matrix.rows // tile.outputs)
     best = [((m, threadgroups), mx.float32), ((m, threadgroups), mx.uint32)]
     logits, *found = launch_gemv(
@@ -59,7 +55,7 @@ def _head(
         matrix,
         tile,
         threadgroups,
-        {"x": x, "norm": norm},
+        {"x": x},
         [((m, matrix.rows), matrix.dtype), *(best if op.endswith("argmax") else [])],
         {"N": matrix.rows, "M": m, "OUT": matrix.dtype, "EPS_BITS": eps_bits(eps)},
         platform,

@@ -40,38 +40,33 @@ def rms_qkv_rope_append(
 
 @dataclass(frozen=True)
 class Heads:
-    """How the rows of a fused qkv matrix make heads, and how they are rotated.
-
-    ``frequencies``: radians a position, float32 (head_dim / 2,).
-    """
+    """How the rows of a fused qkv matrix make heads, and which elements are rotated together."""
 
     heads: int
     kv_heads: int
     head_dim: int
-    frequencies: mx.array
     traditional: bool
 
 
 def rms_qkv_rope_append_kernel(
     x: mx.array,
-    norm: mx.array,
     eps: float,
     matrix: Matrix,
     heads: Heads,
     keys: mx.array,
     values: mx.array,
-    positions: mx.array,
-    slot: mx.array,
+    place: mx.array,
     batched: bool,
     platform: Platform,
 ) -> mx.array:
     """(M, hidden) -> queries (M, heads, head_dim); ``keys`` and ``values`` gain rows in place.
 
-    Row m of a sequence goes to ``slot[0]`` + m; with ``batched`` each row has a sequence of its own
-    and all go to ``slot[0]``. Who reads the buffers must take the queries as an input too.
+    ``matrix`` has the norm and the rotary frequencies. ``place`` (see ``places.py``) has the slot
+    of row 0: row m of a sequence goes m further; with ``batched`` each row has a sequence of its
+    own and all go there. Who reads the buffers must take the queries as an input too.
     """
     m = x.shape[0]
-    x, tile = normed("rms_qkv_rope_append", x, norm, eps, matrix, platform)
+    x, tile = normed("rms_qkv_rope_append", x, eps, matrix, platform)
     (queries,) = launch_gemv(
         "rms_qkv_rope_append",
         matrix,
@@ -79,11 +74,7 @@ def rms_qkv_rope_append_kernel(
         (heads.heads + 2 * heads.kv_heads) * -(-heads.head_dim // tile.outputs),
         {
             "x": x,
-            "norm": norm,
-            "bias": matrix.bias,
-            "frequencies": heads.frequencies,
-            "positions": positions,
-            "slot": slot,
+            "place": place,
             "keys": keys,
             "values": values,
         },

@@ -195,7 +195,7 @@ def describe_model(model: nn.Module) -> dict:
     dtypes = {array.dtype for array in parameters.values()}
     return {
         "model_class": f"{type(model).__module__}.{type(model).__name__}",
-        "plan": str(getattr(model, "plan", "stock mlx-lm")),
+        "plan": model.plan.summary if hasattr(model, "plan") else "stock mlx-lm",
         "dtypes": sorted(
             str(dtype).removeprefix("mlx.core.")
             for dtype in dtypes

@@ -8,6 +8,7 @@ from husky_mlx import chips, device
 from husky_mlx.config import LlamaConfig
 from husky_mlx.freeze import StepGraph
 from husky_mlx.fused import FusedGraph, fused_weights
+from husky_mlx.launches import launch_lines
 from husky_mlx.ops.gemv import Platform
 from husky_mlx.pack import StepWeights
 from husky_mlx.plan import Plan
@@ -23,14 +24,13 @@ def kernel_platform() -> Platform | None:
 def choose_graph(config: LlamaConfig, weights: StepWeights, plan: Plan) -> StepGraph | FusedGraph:
     """The graph for these weights on MLX's default device; the plan says which and why."""
     twin = StepGraph(config, weights, plan)
+    plan.launches = []
     platform = kernel_platform()
     if platform is None:
         plan.kernels = "plain MLX operations"
         return twin
-    # Not by default yet: MLX keeps no compiled custom kernel on disk, so that every process would
-    # spend half a minute on CUDA before its first token, and no Mac has run them.
-    if os.environ.get("HUSKY_KERNELS", "0") in ("", "0"):
-        plan.kernels = "plain MLX operations (HUSKY_KERNELS=1 tries the fused kernels)"
+    if os.environ.get("HUSKY_KERNELS") == "0":
+        plan.kernels = "plain MLX operations (HUSKY_KERNELS is 0)"
         return twin
     made = fused_weights(config, weights)
     if isinstance(made, str):
@@ -39,5 +39,5 @@ def choose_graph(config: LlamaConfig, weights: StepWeights, plan: Plan) -> StepG
     self_test = SelfTest(config, made, twin, platform)
     if not self_test.passes(1, batched=False):
         return twin
-    plan.kernels = "fused kernels"
+    plan.kernels, plan.launches = "fused kernels", launch_lines(made, platform)
     return FusedGraph(config, made, plan, platform, self_test)

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from husky_mlx import cuda_source, device, kernel_signature
+from husky_mlx import cuda_binary, cuda_source, device, kernel_signature
 from husky_mlx.kernel_signature import ArrayType, Signature, metal_type
 from husky_mlx.kernel_source import KernelSource, kernel_source, metal_prelude
 
@@ -170,6 +170,10 @@ class _CudaKernel:
             arguments = cuda_source.kernel_arguments(
                 translated, f"husky_{self._op}", source.inputs, source.outputs
             )
+            suffix = cuda_binary.compiled_for()
+            if suffix is not None:
+                arguments["name"] += f"_{suffix}"
+                cuda_binary.provide(arguments["name"], translated, signature)
             kernel: Any = mx.fast.cuda_kernel(**arguments)
             self._built[signature] = kernel
         return self._built[signature](inputs=list(inputs), **call)

@@ -117,8 +117,9 @@ def load(
     if not lazy:
         _materialize(model, str(path), held)
     if verbose:
-        plan = getattr(model, "plan", f"{path} runs on mlx-lm's model class: backend is mlx")
-        notice(str(plan).replace("\n", " | "))
+        plan = getattr(model, "plan", None)
+        words = plan.summary if plan else f"{path} runs on mlx-lm's model class: backend is mlx"
+        notice(words.replace("\n", " | "))
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 

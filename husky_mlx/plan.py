@@ -13,6 +13,7 @@ class Plan:
 
     ``counts`` has "frozen" (decode steps through the compiled graph), "reference" (calls of the
     general forward) and "traces" (times that the frozen step's Python ran to be traced).
+    ``launches``: a line for each fused kernel of a step, empty where none runs.
     ``foreign_part``: what somebody built into the model, which is why there is no frozen step.
     """
 
@@ -24,6 +25,7 @@ class Plan:
     kernels: str = "built at the first decode"
     eager_reason: str | None = None
     foreign_part: str | None = None
+    launches: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -43,6 +45,11 @@ class Plan:
         return Plan(**{f.name: copy.copy(getattr(self, f.name)) for f in fields(self)})
 
     def __str__(self) -> str:
+        return "\n".join([self.summary, *(f"  {line}" for line in self.launches)])
+
+    @property
+    def summary(self) -> str:
+        """What runs where, without the launches."""
         head = f"{self.target} ({self.chip}) | {self.model} | activations: {self.activations}"
         if self.eager_reason is not None:
             step = f"decode: eager ({self.eager_reason}), plain MLX operations as in prefill"

@@ -79,7 +79,7 @@ def tested_on(monkeypatch, tmp_path):
 
     def choose(chip="m1"):
         platform = Platform(chips.parse(chip), "emulator")
-        monkeypatch.setenv("HUSKY_KERNELS", "1")
+        monkeypatch.delenv("HUSKY_KERNELS", raising=False)
         monkeypatch.setattr(graphs, "kernel_platform", lambda: platform)
         return path
 
@@ -403,6 +403,37 @@ def test_every_number_of_rows_passes_the_self_test(tested_on, chip):
     assert list(json.loads(path.read_text()).values()) == [None] * 7
 
 
+def test_the_plan_shows_every_kernel(tested_on):
+    """With what the weights of this model are, and as many kernels as a step launches."""
+    tested_on("m1")
+    weights = weights_of(FIX_A)
+    model = build_model(FIX_A, dict(weights))
+    model.prepare()
+    with kernels.record() as launches:
+        decode(model, PROMPT, 1)
+    lines = str(model.plan).splitlines()[2:]
+    shown = [line.strip().partition(":")[0] for line in lines]
+    launched = dict.fromkeys(launch.op.removesuffix("_argmax") for launch in launches)
+    assert shown == [op for op in launched if op != "argmax_combine"]
+    assert all("4 bit in groups of 32" in line for line in lines if "attention" not in line)
+    assert "attention_decode: context whole, in 8 parts and attention_combine from 2048" in lines[2]
+    assert model.plan.summary == "\n".join(str(model.plan).splitlines()[:2])
+
+
+def test_the_plan_tells_layers_of_other_formats_apart(tested_on):
+    tested_on("m1")
+    weights = quantize_weights(mlx_weights(FIX_A), 4, 32)
+    eight = quantize_weights(mlx_weights(FIX_A), 8, 64)
+    weights |= {name: value for name, value in eight.items() if "layers.1.mlp.down" in name}
+    model = build_model(FIX_A, weights)
+    model.prepare()
+    lines = [line.split(", ")[:2] for line in str(model.plan).splitlines() if "down_add" in line]
+    assert lines == [
+        ["  down_add: 1 of 2 layers", "4 bit in groups of 32"],
+        ["  down_add: 1 of 2 layers", "8 bit in groups of 64"],
+    ]
+
+
 # (op, what to replace, by what, what the warning says)
 PLANTED = {
     "a row too far": (
@@ -492,7 +523,7 @@ def test_kernels_can_be_switched_off(tested_on, monkeypatch):
     with kernels.record() as launches:
         decode(model, PROMPT, 2)
     assert not launches
-    assert "plain MLX operations (HUSKY_KERNELS=1 tries the fused kernels)" in str(model.plan)
+    assert "plain MLX operations (HUSKY_KERNELS is 0)" in str(model.plan)
 
 
 def test_a_copied_model_and_cache_go_on_alone(on):

@@ -47,6 +47,7 @@ ENGINES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``husky bench``, named as mlx-lm's benchmark names them."""
+    parser.epilog = "husky bench ops times kernel by kernel; it has options of its own"
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", default="smollm2", help="folder, .gguf, alias or repo")
     model.add_argument("--shape", choices=SHAPES, help="random weights of these dimensions instead")
@@ -56,9 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=("bfloat16", "float16", "float32"), help="(default bfloat16)"
     )
     lengths = "(default 128 and 32 on the CPU, 1024 and 512 elsewhere)"
-    parser.add_argument("-p", "--prompt-tokens", type=_at_least(1), help=f"prompt length {lengths}")
-    parser.add_argument("-g", "--generation-tokens", type=_at_least(2), help="tokens to generate")
-    parser.add_argument("-n", "--num-trials", type=_at_least(1), default=5, help="rounds timed")
+    parser.add_argument("-p", "--prompt-tokens", type=at_least(1), help=f"prompt length {lengths}")
+    parser.add_argument("-g", "--generation-tokens", type=at_least(2), help="tokens to generate")
+    parser.add_argument("-n", "--num-trials", type=at_least(1), default=5, help="rounds timed")
     parser.add_argument(
         "--engines",
         type=_engine_names,
@@ -208,7 +209,9 @@ def interleave(names: Sequence[str], rounds: int) -> list[list[str]]:
     return [list(names if number % 2 == 0 else reversed(names)) for number in range(rounds)]
 
 
-def _at_least(smallest: int) -> Callable[[str], int]:
+def at_least(smallest: int) -> Callable[[str], int]:
+    """The type of a command line argument that is a whole number from ``smallest`` up."""
+
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < smallest:
             raise argparse.ArgumentTypeError(f"expected a number from {smallest} up, found {text}")

@@ -127,7 +127,7 @@ def print_table(result: Mapping[str, Any]) -> None:
     rows = [
         [
             label,
-            *(_cell(engine["figures"][key]) for engine in engines.values()),
+            *(cell(engine["figures"][key]) for engine in engines.values()),
             *(f"{ratio[key]['median']:.3f}" for ratio in ratios.values()),
         ]
         for key, label in FIGURES.items()
@@ -156,19 +156,22 @@ def print_table(result: Mapping[str, Any]) -> None:
         print("one round: the spread is unknown, -n 5 shows it\n")
     else:
         print("median (min to max); ! marks a spread over 10 %; ratios are medians over rounds\n")
-    _print_rows(header, rows)
+    print_rows(header, rows)
     if result["noisy"]:
         print(f"\nspread over 10 %: {', '.join(result['noisy'])}. Is the machine busy?")
 
 
-def _cell(figure: Mapping[str, Any]) -> str:
+def cell(figure: Mapping[str, Any], digits: int = 1) -> str:
+    """A summary as text: the median, with its range and a mark for noise where they are known."""
+    median, low, high = (f"{figure[key]:.{digits}f}" for key in ("median", "min", "max"))
     if figure["spread"] is None:
-        return f"{figure['median']:.1f}"
+        return median
     mark = " !" if figure["noisy"] else ""
-    return f"{figure['median']:.1f} ({figure['min']:.1f} to {figure['max']:.1f}){mark}"
+    return f"{median} ({low} to {high}){mark}"
 
 
-def _print_rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, with lines on a terminal and plain in a file."""
     if sys.stdout.isatty():
         table = Table(*header, box=box.SIMPLE_HEAD)
         for row in rows:

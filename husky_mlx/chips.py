@@ -1,15 +1,15 @@
 """Facts of the chips that the kernels are tuned for: GPU cores, memory bandwidth, generation.
 
-Apple's figures come from its newsroom ("Apple unleashes M1", 2020-11-10; "M1 Pro and M1 Max",
-2021-10-18; "M1 Ultra", 2022-03-08; "M2", 2022-06-06; "M2 Pro and M2 Max", 2023-01-17; "M2 Ultra",
-2023-06-05; "M3, M3 Pro, and M3 Max", 2023-10-30; "M4", 2024-05-07; "M4 Pro and M4 Max", 2024-10-30;
-"M3 Ultra", 2025-03-05; "M5", 2025-10-15; "M5 Pro and M5 Max", 2026-03-03) and, for bins that the
-announcements leave out, from the technical specifications of the Macs that have them. M1's
-bandwidth is that of its memory (128 bit of LPDDR4X-4266); Apple gave none. Generations are the
-number in the architecture that MLX reports: ``applegpu_g13s`` is 13. There is no M4 Ultra.
+Where a comment below is a path like ``2020/11/apple-unleashes-m1`` the figures are those of the
+post at https://www.apple.com/newsroom/ with that path, and a number is a page of technical
+specifications at https://support.apple.com/en-us/ with the bins that the posts leave out. All were
+checked on 2026-11-30 against reports that quote these pages. Generations are the number in the
+architecture that MLX reports: ``applegpu_g13s`` is 13. There is no M4 Ultra, and of M6 only the
+base chip.
 
-NVIDIA's figures come from the data sheets of the products named; for a GPU that is not named, the
-smallest one of its compute capability stands in.
+NVIDIA's figures come from the data sheets of the products named (https://www.nvidia.com/en-us/
+data-center/, geforce/ and autonomous-machines/ under it) and the multiprocessors that CUDA reports
+for them; for a GPU that is not named, a small one of its compute capability stands in.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import mlx.core as mx
 class Chip:
     """One GPU. ``bandwidth`` in GB/s (10^9), ``memory`` in GB, the sizes that it is sold with.
 
-    ``generation`` is Apple's GPU generation (13 to 17) or CUDA's compute capability (80 to 121); 0
+    ``generation`` is Apple's GPU generation (13 to 18) or CUDA's compute capability (80 to 121); 0
     means unknown. ``cores`` are Apple's GPU cores or NVIDIA's multiprocessors.
     """
 
@@ -48,28 +48,49 @@ def _apple(name: str, generation: int, *bins: tuple[int, float, tuple[int, ...]]
 _APPLE: dict[str, list[Chip]] = {
     chips[0].name: chips
     for chips in (
+        # 2020/11/apple-unleashes-m1; no bandwidth there: it is that of 128 bit of LPDDR4X-4266
         _apple("m1", 13, (7, 68.3, (8, 16)), (8, 68.3, (8, 16))),
+        # 2021/10/introducing-m1-pro-and-m1-max-the-most-powerful-chips-apple-has-ever-built
         _apple("m1pro", 13, (14, 200, (16, 32)), (16, 200, (16, 32))),
         _apple("m1max", 13, (24, 400, (32, 64)), (32, 400, (32, 64))),
+        # 2022/03/apple-unveils-m1-ultra-the-worlds-most-powerful-chip-for-a-personal-computer
         _apple("m1ultra", 13, (48, 800, (64, 128)), (64, 800, (64, 128))),
+        # 2022/06/apple-unveils-m2-with-breakthrough-performance-and-capabilities
         _apple("m2", 14, (8, 100, (8, 16, 24)), (10, 100, (8, 16, 24))),
+        # 2023/01/apple-unveils-m2-pro-and-m2-max-next-generation-chips-for-next-level-workflows
         _apple("m2pro", 14, (16, 200, (16, 32)), (19, 200, (16, 32))),
         _apple("m2max", 14, (30, 400, (32, 64)), (38, 400, (32, 64, 96))),
+        # 2023/06/apple-introduces-m2-ultra
         _apple("m2ultra", 14, (60, 800, (64, 128, 192)), (76, 800, (64, 128, 192))),
+        # 2023/10/apple-unveils-m3-m3-pro-and-m3-max-the-most-advanced-chips-for-a-personal-computer
+        # and 117736
         _apple("m3", 15, (8, 100, (8, 16, 24)), (10, 100, (8, 16, 24))),
         _apple("m3pro", 15, (14, 150, (18, 36)), (18, 150, (18, 36))),
         _apple("m3max", 15, (30, 300, (36, 96)), (40, 400, (48, 64, 128))),
+        # 2025/03/apple-reveals-m3-ultra-taking-apple-silicon-to-a-new-extreme and 122211
         _apple("m3ultra", 15, (60, 819, (96, 256)), (80, 819, (96, 256, 512))),
-        _apple("m4", 16, (8, 120, (16, 24, 32)), (10, 120, (16, 24, 32))),
+        # 2024/05/apple-introduces-m4-chip, 2024/10/apple-introduces-m4-pro-and-m4-max, 121555 and
+        # 122211
+        _apple("m4", 16, (8, 120, (16, 24)), (10, 120, (16, 24, 32))),
         _apple("m4pro", 16, (16, 273, (24, 48, 64)), (20, 273, (24, 48, 64))),
         _apple("m4max", 16, (32, 410, (36,)), (40, 546, (48, 64, 128))),
+        # 2026/03/say-hello-to-macbook-neo; applegpu_g17p, though its Metal family is M4's
+        _apple("a18pro", 17, (5, 60, (8,))),
+        # 2025/10/apple-unleashes-m5-the-next-big-leap-in-ai-performance-for-apple-silicon
         _apple("m5", 17, (8, 153, (16, 24, 32)), (10, 153, (16, 24, 32))),
+        # 2026/03/apple-debuts-m5-pro-and-m5-max-to-supercharge-the-most-demanding-pro-workflows
+        # and 126318
         _apple("m5pro", 17, (16, 307, (24, 48, 64)), (20, 307, (24, 48, 64))),
         _apple("m5max", 17, (32, 460, (36,)), (40, 614, (48, 64, 128))),
+        # 2026/08/apple-introduces-new-mac-studio-with-m5-max-and-m5-ultra
+        _apple("m5ultra", 17, (64, 1200, (96,)), (80, 1200, (96, 256, 512))),
+        # 2026/08/apple-unveils-a-more-powerful-mac-mini-featuring-the-all-new-m6-and-m5-pro
+        # and 128108
+        _apple("m6", 18, (12, 153, (16,)), (12, 170, (24, 32))),
     )
 }
 
-# Compute capability -> multiprocessors and GB/s of the smallest GPU that has it.
+# Compute capability -> multiprocessors and GB/s of a small GPU that has it.
 _CUDA: dict[int, tuple[int, float]] = {
     80: (56, 933),  # A30
     86: (18, 168),  # RTX 3050 of 6 GB
@@ -77,7 +98,7 @@ _CUDA: dict[int, tuple[int, float]] = {
     89: (24, 272),  # RTX 4060
     90: (114, 2000),  # H100 PCIe
     100: (148, 8000),  # B200
-    103: (148, 8000),  # B300
+    103: (148, 8000),  # B300; its chip has 160
     110: (20, 273),  # Jetson Thor
     120: (20, 320),  # RTX 5050
     121: (48, 273),  # GB10
@@ -97,8 +118,8 @@ _NVIDIA: dict[str, tuple[int, float, tuple[int, ...]]] = {
     "RTX 5090": (170, 1792, (32,)),
 }
 
-# The smallest Mac: what suits it asks too much of nothing newer.
-UNKNOWN = Chip("unknown", "unknown", 0, 7, 68.3)
+# The smallest Mac, a MacBook Neo: what suits it asks too much of nothing newer.
+UNKNOWN = Chip("unknown", "unknown", 0, 5, 60)
 
 
 def names() -> list[str]:
@@ -112,7 +133,7 @@ def parse(text: str) -> Chip:
     Without a core count it is the lowest bin. Raises ValueError naming what is known.
     """
     key = re.sub(r"[\s_]", "", text.strip().lower())
-    found = re.fullmatch(r"(m\d+(?:pro|max|ultra)?)(?:-(\d+)c)?", key)
+    found = re.fullmatch(r"([am]\d+(?:pro|max|ultra)?)(?:-(\d+)c)?", key)
     if found and found[1] in _APPLE:
         bins = _APPLE[found[1]]
         if found[2] is None:
@@ -161,7 +182,8 @@ def _capability(info: Mapping[str, str | int], architecture: str) -> int | None:
 def _cuda(capability: int, device_name: str = "") -> Chip:
     name = f"sm_{capability}"
     for part, (cores, bandwidth, memory) in _NVIDIA.items():
-        if part in device_name:
+        # A laptop's GPU has the name of a larger one.
+        if part in device_name and "Laptop" not in device_name:
             return Chip(name, "cuda", capability, cores, bandwidth, memory)
     cores, bandwidth = _CUDA.get(capability, (UNKNOWN.cores, UNKNOWN.bandwidth))
     return Chip(name, "cuda", capability, cores, bandwidth)

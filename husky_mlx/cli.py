@@ -23,6 +23,7 @@ _OURS = {
     "demo": ("husky_mlx.demo", "one answer from a small real model, fetched once: try this first"),
     "models": ("husky_mlx.support", "what is supported; with a model: how it would run"),
     "bench": ("husky_mlx.bench", "husky against mlx-lm on the same weights and tokens"),
+    "bench ops": ("husky_mlx.bench_ops", "each kernel against the MLX operations it replaces"),
 }
 # mlx-lm lists its commands without a word about them.
 _DESCRIPTIONS = {
@@ -110,6 +111,8 @@ def _run(argv: list[str], settings: argparse.Namespace, program: str | None) -> 
         print(_versions())
         return 0
     command, arguments = rest[0].replace("-", "_"), rest[1:]
+    if [command, *arguments[:1]] == ["bench", "ops"]:
+        command, arguments = "bench ops", arguments[1:]
     if command in _OURS:
         return _run_ours(command, [*before, *arguments], settings)
     if command in theirs:

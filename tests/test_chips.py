@@ -22,7 +22,14 @@ from husky_mlx import chips
         ("m3ultra-80c", 15, 80, 819),
         ("M4 Max", 16, 32, 410),
         ("m4max-40c", 16, 40, 546),
+        ("m4-8c", 16, 8, 120),
+        ("A18 Pro", 17, 5, 60),
         ("m5-10c", 17, 10, 153),
+        ("m5pro", 17, 16, 307),
+        ("m5max", 17, 32, 460),
+        ("m5max-40c", 17, 40, 614),
+        ("m5ultra-80c", 17, 80, 1200),
+        ("m6", 18, 12, 153),
     ],
 )
 def test_apple_names(name, generation, cores, bandwidth):
@@ -59,8 +66,8 @@ def test_every_apple_name_parses_to_its_lowest_bin_and_back():
         lowest = chips.parse(name)
         assert lowest.name == name
         assert chips.parse(f"{name}-{lowest.cores}c") is lowest
-        # What a token must read at least: no Mac is below M1 or near HBM.
-        assert 60 < lowest.bandwidth < 1000
+        # No Mac is below a MacBook Neo or near HBM.
+        assert 60 <= lowest.bandwidth <= 1200
         assert lowest.memory == tuple(sorted(lowest.memory))
 
 
@@ -69,6 +76,8 @@ def test_detects_macs_by_what_metal_reports():
     assert chips.detect(info) == chips.parse("m3max")
     info = {"device_name": "Apple M1", "architecture": "applegpu_g13g"}
     assert chips.detect(info) == chips.parse("m1")
+    info = {"device_name": "Apple A18 Pro", "architecture": "applegpu_g17p"}
+    assert chips.detect(info) == chips.parse("a18pro")
 
 
 def test_a_newer_mac_keeps_its_generation_and_gets_cautious_figures():
@@ -85,6 +94,11 @@ def test_detects_nvidia_gpus():
     other = chips.detect({"device_name": "NVIDIA Something", **hopper})
     assert (other.generation, other.bandwidth) == (90, chips.parse("sm_90").bandwidth)
     assert chips.detect({"architecture": "sm_120"}).generation == 120
+    ada = {"compute_capability_major": 8, "compute_capability_minor": 9}
+    assert chips.detect({"device_name": "NVIDIA GeForce RTX 4090", **ada}).cores == 128
+    # 76 multiprocessors on half the bus.
+    laptop = chips.detect({"device_name": "NVIDIA GeForce RTX 4090 Laptop GPU", **ada})
+    assert laptop == chips.parse("sm_89")
     assert chips.detect({"architecture": "sm_75"}).generation == 75
 
 

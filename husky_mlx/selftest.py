@@ -37,12 +37,16 @@ STEPS = 8
 START = 2  # rows that are there before
 LONGEST = 16384  # capacity up to which a split of the context is looked for
 
+CHAIN = 12  # layers, one after the other
+
 # Error over size, in Euclidean norms. It has to sit between what two right computations differ by
-# and what one wrong row of the eight does, sqrt(1/8) = 0.35. The residual is rounded a few times a
-# layer and the roundings add up at random: on an H200 Llama-3.2-1B's shapes in bfloat16 differ by
-# 0.004 after one layer, by 0.031 after 16 (4 bit, random weights), which makes 0.07 of 80 layers.
-# float16 rounds to an eighth of that; so do float32 products where they pass through TF32.
-TOLERANCE = {mx.float32: 0.03, mx.float16: 0.03, mx.bfloat16: 0.1}
+# and what one wrong row of the eight does, sqrt(1/8) = 0.35. By itself a layer in bfloat16 differs
+# by 0.004 on an H200 (Llama-3.2-1B's shapes, 4 bit, random weights). float16 rounds to an eighth of
+# that; so do float32 products where they pass through TF32.
+TOLERANCE = {mx.float32: 0.03, mx.float16: 0.03, mx.bfloat16: 0.05}
+# Of layers one after the other, where the stock 4-bit product adds up in bfloat16: SmolLM2's values
+# differ by 0.11 in layer 12.
+CHAIN_TOLERANCE = {mx.float32: 0.1, mx.float16: 0.1, mx.bfloat16: 0.25}
 
 
 class SelfTest:
@@ -98,12 +102,15 @@ class SelfTest:
         return None
 
     def _cases(self, rows: int, batched: bool) -> Iterator[tuple[list[int], int]]:
-        """Layers to run and rows that are there before: every layer once, with little context;
-        where the context is split, and for further numbers of rows, one layer of each format."""
+        """Layers to run and rows that are there before: a layer of each format by itself, some
+        more one after the other, and one where the context is split."""
         formats = [_layer_format(layer) for layer in self._weights.layers]
         one_of_each = [formats.index(found) for found in dict.fromkeys(formats)]
-        every = list(range(len(formats)))
-        yield (every if (rows, batched) == (1, False) else one_of_each), START
+        for layer in one_of_each:
+            yield [layer], START
+        if (rows, batched) == (1, False):
+            others = [i for i in range(len(formats)) if i not in one_of_each]
+            yield sorted(one_of_each[:CHAIN] + others[: max(CHAIN - len(one_of_each), 0)]), START
         heads = self._weights.heads
         shape = AttentionShape(
             rows,
@@ -154,7 +161,8 @@ class SelfTest:
                 pairs.append((f"the {name} of layer {layer}", *new, (-2, -1)))
         both = (mx.concatenate(found, axis=1), mx.concatenate(expected, axis=1))
         pairs.append(("the logits", *both, (-1,)))
-        tolerance = TOLERANCE[self._weights.embedding.dtype]
+        tolerances = TOLERANCE if len(layers) == 1 else CHAIN_TOLERANCE
+        tolerance = tolerances[self._weights.embedding.dtype]
         errors = [_error(a, b, axes) for _, a, b, axes in pairs]
         mx.eval(errors)
         for (name, *_), error in zip(pairs, errors, strict=True):

@@ -60,6 +60,14 @@ class KVCache(CacheBuffers, stock.KVCache):
         rows = max(self.offset + tokens, self.expected)
         return self.next_capacity(rows, self.limit)
 
+    def allocate(self, tokens: int, kv_heads: int, head_dim: int, dtype: mx.Dtype) -> None:
+        """First buffers for ``tokens`` tokens of one sequence, or for as many as are expected."""
+        check_limit(tokens, self.limit)
+        capacity = self.next_capacity(max(tokens, self.expected), self.limit)
+        shape = (1, kv_heads, capacity, head_dim)
+        # Zeros are one number seen from everywhere until something copies them.
+        self._take(mx.contiguous(mx.zeros(shape, dtype)) for _ in range(2))
+
     def begin_step(self, tokens: int = 1) -> tuple[int, int]:
         """Make room for ``tokens`` more: the slot of the first and the live rows with it."""
         check_limit(self.offset + tokens, self.limit)

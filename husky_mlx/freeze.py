@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from husky_mlx.cache import BatchKVCache, check_layout
+from husky_mlx.cache import BatchKVCache, KVCache, check_layout
 from husky_mlx.config import LlamaConfig
 from husky_mlx.fused import FusedGraph
 from husky_mlx.ops.attention_decode import attention_decode
@@ -45,8 +45,10 @@ class DecodeStep:
         self._kind_of_layer = graph.kind_of_layer
         self._in_place = graph.in_place
         self._self_test = graph.self_test
+        self.prefill = graph.prefill
         self.longest = graph.longest
         self._dtype = graph.dtype
+        self._kv_heads = graph.config.num_key_value_heads, graph.config.head_dim
         self._nothing = graph.nothing_before
         self._plan = plan
         self._logits = mx.compile(graph.logits) if graph.compiled else graph.logits
@@ -57,6 +59,13 @@ class DecodeStep:
         if self._self_test is None or self._self_test.passes(rows, batched):
             return self
         return DecodeStep(self._self_test.twin, self._plan)
+
+    def allocate(self, caches: Sequence[KVCache]) -> None:
+        """Give empty caches of one sequence their first buffers."""
+        for cache in caches:
+            if cache.empty():
+                assert self._dtype is not None  # a step that writes in place knows it
+                cache.allocate(self.longest, *self._kv_heads, self._dtype)
 
     def logits(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """(B, L) token ids -> logits (B, L, vocabulary); each cache gains L rows."""
@@ -139,6 +148,7 @@ class StepGraph:
     in_place = False
     compiled = True
     nothing_before = None
+    prefill = None
     dtype = None
     longest = 1
     self_test = None

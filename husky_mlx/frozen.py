@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from husky_mlx import device
+from husky_mlx import device, graphs
 from husky_mlx.cache import BatchKVCache, KVCache, RotatingKVCache, adopt, check_growth
 from husky_mlx.config import LlamaConfig
 from husky_mlx.errors import MemoryLimitError
@@ -19,6 +19,7 @@ from husky_mlx.graphs import choose_graph
 from husky_mlx.pack import FUSIONS, Separate, StepWeights, pack
 from husky_mlx.places import MAX_ROWS
 from husky_mlx.plan import Plan
+from husky_mlx.prefill import Prefill
 from husky_mlx.snapshot import Snapshot
 
 
@@ -55,8 +56,11 @@ class Frozen:
         self.revision += 1
         self._step, self._built_from = None, None
 
-    def step_for(self, model: Any, tokens: mx.array, caches: Sequence[Any]) -> DecodeStep | None:
-        """The step for a call with (B, L) tokens, or None where the reference path must run.
+    def step_for(
+        self, model: Any, tokens: mx.array, caches: Sequence[Any]
+    ) -> DecodeStep | Prefill | None:
+        """What takes a call with (B, L) tokens: the step, for longer calls with one sequence the
+        prefill, or None where the reference path must run.
 
         mlx-lm's caches are adopted. Raises MemoryLimitError where the caches would outgrow the
         device, ValueError for a cache of another number of layers.
@@ -71,10 +75,13 @@ class Frozen:
             adopt(caches)
             taken = takes(tokens, caches)
         rows, length = tokens.shape
+        prompt = not taken and self.has_prefill() and takes_prompt(tokens, caches)
         self._check_memory(model, rows, length, caches)
-        if self.plan.eager_reason or not (taken and self._fit(caches)):
-            if length > 1 or getattr(caches[0], "keys", None) is None:
-                self._sweep(model)
+        fits = prompt or (taken and self._fit(caches))
+        begins = length > 1 or getattr(caches[0], "keys", None) is None
+        if prompt or (begins and not fits):
+            self._sweep(model)
+        if self.plan.eager_reason or not fits:
             return None
         if self._stale():
             with self._lock:
@@ -83,6 +90,10 @@ class Frozen:
         step = self._step
         if step is None:
             return None
+        if prompt and length > step.longest:
+            return step.prefill
+        if prompt:
+            step.allocate(caches)
         proven = step.proven(rows * length, type(caches[0]) is BatchKVCache)
         if proven is not step:
             # Unless somebody changed the weights meanwhile.
@@ -92,6 +103,14 @@ class Frozen:
             self._sweep(model)
             return None
         return proven
+
+    def has_prefill(self) -> bool:
+        """Whether prompts take the kernels, as far as can be said before the step is built."""
+        if self.plan.eager_reason is not None:
+            return False
+        if self._step is None:
+            return graphs.kernel_platform() is not None
+        return self._step.prefill is not None
 
     def _stale(self) -> bool:
         return self._step_revision != self.revision
@@ -181,6 +200,13 @@ def takes(tokens: mx.array, caches: Sequence[Any]) -> bool:
     return rows == 1 and all(
         type(c) in (KVCache, RotatingKVCache) and not c.empty() and c.offset == offset
         for c in caches
+    )
+
+
+def takes_prompt(tokens: mx.array, caches: Sequence[Any]) -> bool:
+    """Whether a call is a prompt, or a piece of one, for caches of ours that keep every token."""
+    return tokens.shape[0] == 1 and all(
+        type(c) is KVCache and c.offset == caches[0].offset for c in caches
     )
 
 

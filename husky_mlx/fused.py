@@ -26,6 +26,7 @@ from husky_mlx.places import MAX_ROWS, advance
 from husky_mlx.plan import Plan
 
 if TYPE_CHECKING:
+    from husky_mlx.prefill import Prefill
     from husky_mlx.selftest import SelfTest
 
 ORDER_SIZE = 8  # smaller inputs are in another address space on Metal
@@ -99,6 +100,7 @@ class FusedGraph:
     """
 
     in_place = True
+    prefill: Prefill | None = None
     longest = MAX_ROWS
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 from husky_mlx import chips, device
@@ -12,6 +13,8 @@ from husky_mlx.launches import launch_lines
 from husky_mlx.ops.gemv import Platform
 from husky_mlx.pack import StepWeights
 from husky_mlx.plan import Plan
+from husky_mlx.policy import write_out_from
+from husky_mlx.prefill import Prefill
 from husky_mlx.selftest import SelfTest
 
 
@@ -24,7 +27,7 @@ def kernel_platform() -> Platform | None:
 def choose_graph(config: LlamaConfig, weights: StepWeights, plan: Plan) -> StepGraph | FusedGraph:
     """The graph for these weights on MLX's default device; the plan says which and why."""
     twin = StepGraph(config, weights, plan)
-    plan.launches = []
+    plan.launches, plan.prefill = [], "plain MLX operations"
     platform = kernel_platform()
     if platform is None:
         plan.kernels = "plain MLX operations"
@@ -40,4 +43,11 @@ def choose_graph(config: LlamaConfig, weights: StepWeights, plan: Plan) -> StepG
     if not self_test.passes(1, batched=False):
         return twin
     plan.kernels, plan.launches = "fused kernels", launch_lines(made, platform)
-    return FusedGraph(config, made, plan, platform, self_test)
+    graph = FusedGraph(config, made, plan, platform, self_test)
+    if self_test.prompts_pass(functools.partial(Prefill, config, platform)):
+        first_row = write_out_from(platform.chip, made.layers[0].gate_up.bits)
+        graph.prefill = Prefill(config, platform, weights, made, plan, first_row)
+        plan.prefill = "fused projections, kernels between them"
+        if first_row is not None:
+            plan.prefill += f", matrices written out from {first_row} rows on"
+    return graph

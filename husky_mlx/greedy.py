@@ -37,20 +37,27 @@ def greedy_tokens(
     def advance(tokens: mx.array) -> tuple[mx.array, mx.array]:
         step = model.decode_step(tokens, prompt_cache)
         if step is not None:
-            return step.greedy(tokens, prompt_cache)
-        logits = model(tokens, cache=prompt_cache)[:, -1:]
+            token, logits = step.greedy(tokens, prompt_cache)
+            return token[:, -1:], logits[:, -1:]
+        if tokens.shape[1] > 1:
+            prefill(tokens[:, :-1])
+        logits = model(tokens[:, -1:], cache=prompt_cache)[:, -1:]
         return mx.argmax(logits, axis=-1), logits
+
+    def prefill(tokens: mx.array) -> None:
+        model(tokens, cache=prompt_cache)
+        mx.eval([cache.state for cache in prompt_cache])
 
     with mx.stream(stream):
         report(0, total)
         done = 0
-        while total - done > 1:
+        # The kernels give the last token's logits with the rest; elsewhere its own step does.
+        rest = prefill_step_size if model.has_prefill() else 1
+        while total - done > rest:
             chunk = prompt[done : min(done + prefill_step_size, total - 1)]
-            model(chunk[None], cache=prompt_cache)
-            mx.eval([cache.state for cache in prompt_cache])
+            prefill(chunk[None])
             done += chunk.size
             report(done, total)
-            mx.clear_cache()
         token, logits = advance(prompt[done:][None])
         mx.async_eval(token, logits)
         count = 0

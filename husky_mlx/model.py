@@ -25,6 +25,7 @@ from husky_mlx.ops.embed import embed
 from husky_mlx.ops.rotate import rotation
 from husky_mlx.pack import FUSIONS
 from husky_mlx.plan import Plan
+from husky_mlx.prefill import Prefill
 from husky_mlx.structure import drop_unread
 
 SINK_TOKENS = 4  # what mlx-lm keeps at the start of a bounded window
@@ -176,9 +177,13 @@ class Model(Tracked):
         self.plan.count("reference")
         return self.head()(self.model(inputs, cache, input_embeddings))
 
-    def decode_step(self, inputs: mx.array, cache: Sequence[Any]) -> DecodeStep | None:
-        """The frozen step if it takes this call; see ``Frozen.step_for``."""
+    def decode_step(self, inputs: mx.array, cache: Sequence[Any]) -> DecodeStep | Prefill | None:
+        """What takes this call instead of the reference path; see ``Frozen.step_for``."""
         return self._frozen.step_for(self, inputs, cache)
+
+    def has_prefill(self) -> bool:
+        """Whether prompts may take kernels, which give their last token's logits by themselves."""
+        return self._frozen.has_prefill()
 
     def has_room(self, caches: Sequence[Any]) -> bool:
         """Whether one more token a row fits the device's memory and ``max_context``."""

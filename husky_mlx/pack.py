@@ -47,6 +47,11 @@ class Fused:
 
     def __call__(self, x: mx.array) -> list[mx.array]:
         """(..., in) -> one (..., rows[i]) for each projection."""
+        borders = [sum(self.rows[: i + 1]) for i in range(len(self.rows) - 1)]
+        return list(mx.split(self.multiply(x), borders, axis=-1))
+
+    def multiply(self, x: mx.array) -> mx.array:
+        """(..., in) -> (..., all rows)."""
         if self.scales is None:
             y = x @ self.weight.T
         else:
@@ -60,10 +65,7 @@ class Fused:
                 bits=self.bits,
                 mode=self.mode,
             )
-        if self.bias is not None:
-            y = y + self.bias
-        borders = [sum(self.rows[: i + 1]) for i in range(len(self.rows) - 1)]
-        return list(mx.split(y, borders, axis=-1))
+        return y if self.bias is None else y + self.bias
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, fields
 class Plan:
     """The choices made for one model and how often each path has run.
 
-    ``counts`` has "frozen" (decode steps through the compiled graph), "reference" (calls of the
-    general forward) and "traces" (times that the frozen step's Python ran to be traced).
+    ``counts`` has "frozen" (decode steps through the compiled graph), "prefill" (prompts and pieces
+    of them through the kernels), "reference" (calls of the general forward) and "traces" (times
+    that the frozen step's Python ran to be traced).
     ``launches``: a line for each fused kernel of a step, empty where none runs.
     ``foreign_part``: what somebody built into the model, which is why there is no frozen step.
     """
@@ -23,13 +24,14 @@ class Plan:
     max_rows: int
     activations: str = "not loaded yet"
     kernels: str = "built at the first decode"
+    prefill: str = "plain MLX operations"
     eager_reason: str | None = None
     foreign_part: str | None = None
     launches: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._counts: Counter[str] = Counter(frozen=0, reference=0, traces=0)
+        self._counts: Counter[str] = Counter(frozen=0, prefill=0, reference=0, traces=0)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -57,8 +59,8 @@ class Plan:
             step = f"decode: plain MLX operations as in prefill ({self.foreign_part})"
         else:
             step = (
-                f"decode: frozen step, compiled, {self.kernels} | prefill and batches of more "
-                f"than {self.max_rows} rows: plain MLX operations"
+                f"decode: frozen step, compiled, {self.kernels} | prefill: {self.prefill} | "
+                f"batches of more than {self.max_rows} rows: plain MLX operations"
             )
         return "\n".join([head, step, *self.notes])
 

@@ -103,6 +103,7 @@ _MATRIX_VALUES = 256
 # A lane's share of a head up to which wider loads are worth more registers.
 _LANE_SHARE = 16
 _COMBINE_SIMDGROUPS = 8
+_WRITE_OUT_FROM = 64
 
 
 @overload
@@ -144,6 +145,14 @@ def policy(op: str, shape: Shape, bits: int, chip: Chip) -> Tile:
         tile = _mma_tile(shape, bits) if mma else tuning.gemv[bits]
         return _gemv_tile(shape, tile, chip)
     raise ValueError(f"[{op}] no kernel of this name takes a {type(shape).__name__}")
+
+
+def write_out_from(chip: Chip, bits: int) -> int | None:
+    """Rows of x from which a matrix of ``bits`` is written out in 16 bit and multiplied as such.
+
+    None: never, because MLX multiplies quantized weights as fast (Metal) or nothing is quantized.
+    """
+    return None if chip.target != "cuda" or bits == 16 else _WRITE_OUT_FROM
 
 
 def _tuning(chip: Chip) -> _Tuning:

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
-import os
 import platform as machine
-import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -22,16 +19,20 @@ from typing import Any
 
 import mlx.core as mx
 
-from husky_mlx import __version__, device
+from husky_mlx import __version__, device, verdicts
 from husky_mlx.cache import BatchKVCache, KVCache
 from husky_mlx.config import LlamaConfig
 from husky_mlx.freeze import DecodeStep, StepGraph
 from husky_mlx.fused import FusedGraph, FusedLayer, FusedWeights
 from husky_mlx.metal_text import kernel_folder
 from husky_mlx.ops.gemv import Platform
-from husky_mlx.paths import cache_dir
+from husky_mlx.pack import StepWeights
+from husky_mlx.plan import Plan
 from husky_mlx.policy import policy
+from husky_mlx.prefill import Prefill
 from husky_mlx.tiles import AttentionShape
+
+PrefillMaker = Callable[[StepWeights, FusedWeights, Plan, int | None], Prefill]
 
 STEPS = 8
 START = 2  # rows that are there before
@@ -67,49 +68,67 @@ class SelfTest:
         ``rows``: consecutive tokens of one sequence or, ``batched``, a token of each sequence.
         Tests what neither this process nor an earlier one has: a failure there is one warning.
         """
-        variant = (rows, batched)
-        if variant in self._passed:
+        if (rows, batched) in self._passed:
             return True
-        combination = self._combination(rows, batched)
-        verdicts = _remembered()
-        if combination in verdicts:
-            problem = verdicts[combination]
-        else:
-            problem = self._problem(rows, batched)
-            _remember(combination, problem)
-            if problem is not None:
-                warnings.warn(
-                    f"the fused kernels are off, replies are slower: {problem} (self-test of "
-                    f"{rows} rows{' batched' if batched else ''}; {_path()} keeps the verdict)",
-                    stacklevel=2,
-                )
+
+        def problems() -> Iterator[str | None]:
+            for layers, start in self._cases(rows, batched):
+                yield self._difference(rows, batched, layers, start)
+
+        of = f"{rows} rows{' batched' if batched else ''}"
+        problem = self._verdict(of, "the fused kernels are off, replies are slower", problems)
         if problem is not None:
             self.twin.plan.kernels = f"plain MLX operations (self-test: {problem})"
             self.twin.plan.launches = []
             return False
-        self._passed.add(variant)
+        self._passed.add((rows, batched))
         return True
 
-    def _problem(self, rows: int, batched: bool) -> str | None:
+    def prompts_pass(self, make: PrefillMaker) -> bool:
+        """Whether prompts may take the kernels; ``make(weights, fused, plan, written_out_from)``
+        builds the prefill to be tested."""
+
+        def problems() -> Iterator[str | None]:
+            for written_out_from in (None, 1):
+                for layer in self._one_of_each_format():
+                    yield self._prompt_difference(make, [layer], written_out_from)
+
+        off = "the kernels for prompts are off, first tokens are slower"
+        return self._verdict("prompts", off, problems) is None
+
+    def _verdict(
+        self, of: str, off: str, problems: Callable[[], Iterator[str | None]]
+    ) -> str | None:
+        """The remembered problem of this combination, or the first of ``problems``: one warning."""
+        combination = self._combination(of)
+        known = verdicts.remembered()
+        if combination in known:
+            return known[combination]
         try:
-            for layers, start in self._cases(rows, batched):
-                problem = self._difference(rows, batched, layers, start)
-                if problem is not None:
-                    return problem
+            problem = next((found for found in problems() if found is not None), None)
         except Exception as error:  # whatever a compiler, a driver or a check of ours raises
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            return " | ".join(lines[:4]) or type(error).__name__
-        return None
+            problem = " | ".join(lines[:4]) or type(error).__name__
+        verdicts.remember(combination, problem)
+        if problem is not None:
+            warnings.warn(
+                f"{off}: {problem} (self-test of {of}; {verdicts.path()} keeps the verdict)",
+                stacklevel=3,
+            )
+        return problem
+
+    def _one_of_each_format(self) -> list[int]:
+        formats = [_layer_format(layer) for layer in self._weights.layers]
+        return [formats.index(found) for found in dict.fromkeys(formats)]
 
     def _cases(self, rows: int, batched: bool) -> Iterator[tuple[list[int], int]]:
         """Layers to run and rows that are there before: a layer of each format by itself, some
         more one after the other, and one where the context is split."""
-        formats = [_layer_format(layer) for layer in self._weights.layers]
-        one_of_each = [formats.index(found) for found in dict.fromkeys(formats)]
+        one_of_each = self._one_of_each_format()
         for layer in one_of_each:
             yield [layer], START
         if (rows, batched) == (1, False):
-            others = [i for i in range(len(formats)) if i not in one_of_each]
+            others = [i for i in range(len(self._weights.layers)) if i not in one_of_each]
             yield sorted(one_of_each[:CHAIN] + others[: max(CHAIN - len(one_of_each), 0)]), START
         heads = self._weights.heads
         shape = AttentionShape(
@@ -134,10 +153,7 @@ class SelfTest:
         fused, twin = self._graphs(layers)
         length = 1 if batched else rows
         caches = [self._caches(rows, batched, start, len(layers)) for _ in range(2)]
-        vocabulary = self._config.vocab_size
-        # Spread over the vocabulary, special tokens included.
-        tokens = [(7919 * i + 1) % vocabulary for i in range(STEPS * rows)]
-        steps = mx.array(tokens, mx.uint32).reshape(STEPS, rows // length, length)
+        steps = self._tokens(STEPS * rows).reshape(STEPS, rows // length, length)
         picked, found = [], []
         for i in range(STEPS):
             if i < STEPS // 2:
@@ -154,13 +170,54 @@ class SelfTest:
             for i in range(STEPS)
             for j in range(length)
         ]
+        both = (mx.concatenate(found, axis=1), mx.concatenate(expected, axis=1))
+        problem = self._compare(layers, caches, start, *both)
+        if problem is None and not all(mx.all(right).item() for right in picked):
+            problem = "the token picked is not the most likely one"
+        return problem
+
+    def _prompt_difference(
+        self, make: PrefillMaker, layers: list[int], written_out_from: int | None
+    ) -> str | None:
+        """The same for a prompt that goes on after a few rows, against the twin's steps."""
+        _, twin = self._graphs(layers)
+        caches = [self._caches(1, False, START, len(layers)) for _ in range(2)]
+        plan = copy.deepcopy(self.twin.plan)
+        weights = replace(self.twin.weights, layers=[self.twin.weights.layers[i] for i in layers])
+        matrices = replace(self._weights, layers=[self._weights.layers[i] for i in layers])
+        prefill = make(weights, matrices, plan, written_out_from)
+        tokens = self._tokens(STEPS)[None]
+        first = prefill.logits(tokens[:, : STEPS // 2], caches[0])
+        last, picked = prefill.greedy(tokens[:, STEPS // 2 :], caches[0])[::-1]
+        expected = mx.concatenate(
+            [twin.logits(tokens[:, j : j + 1], caches[1]) for j in range(STEPS)], axis=1
+        )
+        best = mx.take_along_axis(last, picked[..., None], axis=-1) == last.max(-1, keepdims=True)
+        rows = mx.concatenate([expected[:, : STEPS // 2], expected[:, -1:]], axis=1)
+        problem = self._compare(layers, caches, START, mx.concatenate([first, last], axis=1), rows)
+        if problem is None and not best.item():
+            problem = "the token picked is not the most likely one"
+        return problem
+
+    def _tokens(self, count: int) -> mx.array:
+        """Token ids (count,) spread over the vocabulary, special ones included."""
+        return mx.array([(7919 * i + 1) % self._config.vocab_size for i in range(count)], mx.uint32)
+
+    def _compare(
+        self,
+        layers: list[int],
+        caches: list[list[Any]],
+        start: int,
+        found: mx.array,
+        expected: mx.array,
+    ) -> str | None:
+        """What of two runs' caches and logits (B, L, vocabulary) differs too much."""
         pairs: list[tuple[str, mx.array, mx.array, tuple[int, ...]]] = []
         for layer, ours, theirs in zip(layers, *caches, strict=True):
             for name, a, b in zip(("keys", "values"), ours.state, theirs.state, strict=False):
                 new = (a[..., start:, :], b[..., start:, :])
                 pairs.append((f"the {name} of layer {layer}", *new, (-2, -1)))
-        both = (mx.concatenate(found, axis=1), mx.concatenate(expected, axis=1))
-        pairs.append(("the logits", *both, (-1,)))
+        pairs.append(("the logits", found, expected, (-1,)))
         tolerances = TOLERANCE if len(layers) == 1 else CHAIN_TOLERANCE
         tolerance = tolerances[self._weights.embedding.dtype]
         errors = [_error(a, b, axes) for _, a, b, axes in pairs]
@@ -170,8 +227,6 @@ class SelfTest:
             # Not the other way round: NaN is an error.
             if not size <= tolerance:
                 return f"{name} differ by {size:.2g} of their size, {tolerance} is allowed"
-        if not all(mx.all(right).item() for right in picked):
-            return "the token picked is not the most likely one"
         return None
 
     def _graphs(self, layers: list[int]) -> tuple[DecodeStep, DecodeStep]:
@@ -212,8 +267,8 @@ class SelfTest:
                 cache.offset, cache.left_padding = caches[0].offset, caches[0].left_padding
         return caches
 
-    def _combination(self, rows: int, batched: bool) -> str:
-        """Everything that the verdict depends on, readable."""
+    def _combination(self, of: str) -> str:
+        """Everything that the verdict on ``of`` depends on, readable."""
         weights = self._weights
         formats = [_matrix_format(weights.embedding), _matrix_format(weights.head)]
         formats += [_layer_format(layer) for layer in weights.layers]
@@ -227,7 +282,7 @@ class SelfTest:
                 f"husky_mlx {__version__}",
                 f"kernels {_source_digest()}",
                 f"model {_digest(repr((shapes, facts)))}",
-                f"{rows} rows{' batched' if batched else ''}",
+                of,
             )
         )
 
@@ -271,30 +326,3 @@ def _source_digest() -> str:
     files = [path for path in kernel_folder().rglob("*") if path.is_file()]
     files += [package / "policy.py", package / "tiles.py", *(package / "ops").glob("*.py")]
     return _digest("".join(f"{path.name}\n{path.read_text()}" for path in sorted(files)))
-
-
-def _path() -> Path:
-    return cache_dir() / "selftest.json"
-
-
-def _remembered() -> dict[str, str | None]:
-    """Verdicts of earlier runs: a combination's problem, or None. Empty where none can be read."""
-    try:
-        verdicts = json.loads(_path().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return verdicts if isinstance(verdicts, dict) else {}
-
-
-def _remember(combination: str, problem: str | None) -> None:
-    path = _path()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed into place: another process reads the old verdicts or the new ones.
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=".selftest-", delete=False
-        ) as file:
-            json.dump({**_remembered(), combination: problem}, file, indent=1)
-        os.replace(file.name, path)
-    except OSError:
-        return  # the next load tests again

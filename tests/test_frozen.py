@@ -46,7 +46,12 @@ def test_500_steps_across_growths_equal_mlx_lm_with_one_trace_a_capacity():
     assert cache[0].offset == 540, "the prompt and every token that was yielded"
     capacities = [*range(64, 513, 32), 576]  # for 40 to 540 rows, on the CPU
     assert cache[0].capacity() == capacities[-1]
-    assert model.plan.counts == {"frozen": 501, "reference": 1, "traces": len(capacities)}
+    assert model.plan.counts == {
+        "frozen": 501,
+        "prefill": 0,
+        "reference": 1,
+        "traces": len(capacities),
+    }
     decode(model, PROMPT, 500)
     assert model.plan.counts["traces"] == len(capacities), "a second reply traces nothing"
 
@@ -203,7 +208,7 @@ def test_training_mode_leaves_the_frozen_step():
     model(mx.array([PROMPT]), cache)
     model.train()
     model(mx.array([[3]]), cache)
-    assert model.plan.counts == {"frozen": 0, "reference": 2, "traces": 0}
+    assert model.plan.counts == {"frozen": 0, "prefill": 0, "reference": 2, "traces": 0}
     model.eval()
     model(mx.array([[3]]), cache)
     assert model.plan.counts["frozen"] == 1

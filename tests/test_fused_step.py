@@ -27,6 +27,7 @@ from husky_mlx import (
     kernels,
     loading,
     selftest,
+    verdicts,
 )
 from husky_mlx.cache import BatchKVCache, RotatingKVCache
 from husky_mlx.fused import FusedGraph, fused_weights
@@ -75,7 +76,7 @@ def on(monkeypatch):
 def tested_on(monkeypatch, tmp_path):
     """The same with the self-test; returns the file of its verdicts."""
     path = tmp_path / "folder" / "selftest.json"
-    monkeypatch.setattr(selftest, "_path", lambda: path)
+    monkeypatch.setattr(verdicts, "path", lambda: path)
 
     def choose(chip="m1"):
         platform = Platform(chips.parse(chip), "emulator")
@@ -137,7 +138,7 @@ def test_the_tokens_of_32_steps_across_a_growth_are_the_reference_paths(on, chip
     assert tokens == expected(FIX_A, weights, NEAR_THE_BORDER, 32)
     assert cache[0].capacity() == 96, "50 tokens and 32 more pass 64 rows"
     assert cache[0].offset == 82
-    assert model.plan.counts == {"frozen": 33, "reference": 1, "traces": 33}
+    assert model.plan.counts == {"frozen": 33, "prefill": 0, "reference": 1, "traces": 33}
 
 
 VARIANTS = {
@@ -338,7 +339,7 @@ def test_the_plain_step_takes_one_token_only():
     cache = model.make_cache()
     model(mx.array([PROMPT]), cache=cache)
     model(mx.array([[3, 4]]), cache=cache)
-    assert model.plan.counts == {"frozen": 0, "reference": 2, "traces": 0}
+    assert model.plan.counts == {"frozen": 0, "prefill": 0, "reference": 2, "traces": 0}
 
 
 def test_a_cache_of_another_dtype_is_converted_once(on):
@@ -379,15 +380,18 @@ def test_a_self_test_passes_once_and_is_remembered(tested_on, monkeypatch):
         tokens, _ = decode(model, PROMPT, 4)
     assert tokens == expected(FIX_A, weights, PROMPT, 4)
     assert "fused kernels" in str(model.plan)
-    (combination,) = verdicts = json.loads(path.read_text())
-    assert verdicts[combination] is None
-    assert all(part in combination for part in ("emulator", "m4max", "mlx 0.", "husky_mlx 0."))
+    found = json.loads(path.read_text())
+    assert list(found.values()) == [None, None]
+    for combination, of in zip(found, ("1 rows", "prompts"), strict=True):
+        words = ("emulator", "m4max", "mlx 0.", "husky_mlx 0.", of)
+        assert all(word in combination for word in words)
     assert list(path.parent.iterdir()) == [path], "nothing temporary is left"
 
     def again(*arguments):
         raise AssertionError("tested twice")
 
-    monkeypatch.setattr(selftest.SelfTest, "_problem", again)
+    monkeypatch.setattr(selftest.SelfTest, "_difference", again)
+    monkeypatch.setattr(selftest.SelfTest, "_prompt_difference", again)
     assert decode(build_model(FIX_A, dict(weights)), PROMPT, 4)[0] == tokens
 
 
@@ -400,7 +404,7 @@ def test_every_number_of_rows_passes_the_self_test(tested_on, chip):
     step = model._frozen._step
     for rows, batched in [(2, False), (3, False), (4, False), (1, True), (3, True), (4, True)]:
         assert step.proven(rows, batched) is step
-    assert list(json.loads(path.read_text()).values()) == [None] * 7
+    assert list(json.loads(path.read_text()).values()) == [None] * 8
 
 
 def test_the_plan_shows_every_kernel(tested_on):
@@ -409,12 +413,13 @@ def test_the_plan_shows_every_kernel(tested_on):
     weights = weights_of(FIX_A)
     model = build_model(FIX_A, dict(weights))
     model.prepare()
+    cache = model.make_cache()
+    model(mx.array([PROMPT]), cache=cache)
     with kernels.record() as launches:
-        decode(model, PROMPT, 1)
+        model(mx.array([[5]]), cache=cache)
     lines = str(model.plan).splitlines()[2:]
     shown = [line.strip().partition(":")[0] for line in lines]
-    launched = dict.fromkeys(launch.op.removesuffix("_argmax") for launch in launches)
-    assert shown == [op for op in launched if op != "argmax_combine"]
+    assert shown == list(dict.fromkeys(launch.op for launch in launches))
     assert all("4 bit in groups of 32" in line for line in lines if "attention" not in line)
     assert "attention_decode: context whole, in 8 parts and attention_combine from 2048" in lines[2]
     assert model.plan.summary == "\n".join(str(model.plan).splitlines()[:2])

@@ -1,0 +1,27 @@
+"""A quantized matrix written out, for products of many rows."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from husky_mlx.kernels import launch
+from husky_mlx.matrix import Matrix
+from husky_mlx.ops.elementwise import flat
+from husky_mlx.ops.gemv import Platform
+
+
+def dequantize_kernel(matrix: Matrix, platform: Platform) -> mx.array:
+    """(rows, columns) in the matrix's dtype, each value rounded once. Of 4 or 8 bits."""
+    if matrix.bits == 16:
+        raise ValueError("[dequantize] the matrix is not quantized")
+    grid, threadgroup = flat(matrix.rows * matrix.columns // 8)
+    (weight,) = launch(
+        "dequantize",
+        {"constants": matrix.constants},
+        [((matrix.rows, matrix.columns), matrix.dtype)],
+        {**matrix.template, "N": matrix.rows, "K": matrix.columns},
+        grid,
+        threadgroup,
+        platform.backend,
+    )
+    return weight

@@ -1,0 +1,157 @@
+"""A prompt through the model: MLX's matrix products, our kernels between them, one sequence.
+
+Where MLX multiplies quantized weights below the rate of plain ones, a matrix is written out first
+and multiplied as such. The projections of a layer that share an input are one product.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from husky_mlx.buffers import check_layout
+from husky_mlx.cache import KVCache
+from husky_mlx.config import LlamaConfig
+from husky_mlx.fused import ORDER_SIZE, FusedWeights
+from husky_mlx.matrix import Matrix
+from husky_mlx.ops.dequantize import dequantize_kernel
+from husky_mlx.ops.embed import embed
+from husky_mlx.ops.gemv import Platform
+from husky_mlx.ops.rms_lm_head import rms_lm_head_argmax_kernel
+from husky_mlx.ops.rope_append import rope_append_kernel
+from husky_mlx.ops.swiglu import swiglu_kernel
+from husky_mlx.pack import Fused, Projections, StepWeights
+from husky_mlx.places import make_place
+from husky_mlx.plan import Plan
+
+# Bytes of written out matrices that may wait for the GPU. MLX allocates when it hands work over,
+# and would hold those of ten graphs of a hundred operations.
+IN_FLIGHT = 512 << 20
+
+
+class Prefill:
+    """Prompts of any length for the caches of one sequence; the interface of ``DecodeStep``."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        platform: Platform,
+        weights: StepWeights,
+        matrices: FusedWeights,
+        plan: Plan,
+        written_out_from: int | None,
+    ):
+        """``written_out_from``: rows of x from which quantized matrices are, None for never."""
+        self._config = config
+        self._weights = weights
+        self._matrices = matrices
+        self._plan = plan
+        self._platform = platform
+        self._written_out_from = written_out_from
+
+    def logits(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
+        """(1, L) token ids -> logits (1, L, vocabulary); each cache gains L rows."""
+        x = self._residual(tokens, caches, last=False)
+        normed = mx.fast.rms_norm(x, self._weights.norm, self._config.rms_norm_eps)
+        return self._multiply(self._weights.head, self._matrices.head, normed)[None]
+
+    def greedy(self, tokens: mx.array, caches: Sequence[Any]) -> tuple[mx.array, mx.array]:
+        """(1, L) token ids -> the next one (1, 1) uint32, and its logits (1, 1, vocabulary)."""
+        x = self._residual(tokens, caches, last=True)
+        logits, best = rms_lm_head_argmax_kernel(
+            x, self._config.rms_norm_eps, self._matrices.head, self._platform
+        )
+        return best[None], logits[None]
+
+    def _residual(self, tokens: mx.array, caches: Sequence[KVCache], last: bool) -> mx.array:
+        """The last residual (L, hidden), or only its ``last`` row (1, hidden)."""
+        config, heads = self._config, self._matrices.heads
+        length, start = tokens.shape[1], caches[0].offset
+        end = start + length
+        slots = [self._make_room(cache, length) for cache in caches]
+        place = make_place(*slots[0], start, None)
+        waiting = _Waiting(IN_FLIGHT)
+        # Signed: MLX counts a negative id from the end, and reads outside the table for 2**32 - 1.
+        x = embed(tokens[0].astype(mx.int32), self._weights.embedding)
+        for i, (layer, matrices) in enumerate(
+            zip(self._weights.layers, self._matrices.layers, strict=True)
+        ):
+            keys, values = caches[i].buffers()
+            check_layout(keys, heads.kv_heads, heads.head_dim)
+            normed = mx.fast.rms_norm(x, layer.input_norm, config.rms_norm_eps)
+            qkv = self._multiply(layer.qkv, matrices.qkv, normed)
+            queries = rope_append_kernel(
+                qkv, matrices.qkv, heads, keys, values, place, self._platform
+            )
+            if last and i == len(caches) - 1:
+                # What the others would become nobody reads.
+                queries, x = queries[:, :, -1:], x[-1:]
+            attended = mx.fast.scaled_dot_product_attention(
+                queries,
+                keys[:, :, :end],
+                values[:, :, :end],
+                scale=config.attention_scale,
+                mask="causal" if queries.shape[2] > 1 else None,
+            )
+            attended = attended.swapaxes(1, 2).reshape(x.shape[0], -1)
+            x = x + self._multiply(layer.o_proj, matrices.o_proj, attended)
+            waiting.add(x, self._written_out(length, matrices.qkv, matrices.o_proj))
+            normed = mx.fast.rms_norm(x, layer.post_norm, config.rms_norm_eps)
+            gate_up = self._multiply(layer.gate_up, matrices.gate_up, normed)
+            activated = swiglu_kernel(gate_up, self._platform)
+            x = x + self._multiply(layer.down_proj, matrices.down_proj, activated)
+            waiting.add(x, self._written_out(x.shape[0], matrices.gate_up, matrices.down_proj))
+        ordering = x.reshape(-1)[:ORDER_SIZE]
+        for cache in caches:
+            cache.ordering = ordering
+            cache.end_step(end)
+        self._plan.count("prefill")
+        return x
+
+    def _make_room(self, cache: KVCache, length: int) -> tuple[int, int]:
+        """The slot of the first new row and the live rows with it, in buffers to be written."""
+        cache.settle()
+        heads, dtype = self._matrices.heads, self._matrices.embedding.dtype
+        if cache.empty():
+            cache.allocate(length, heads.kv_heads, heads.head_dim, dtype)
+        slot = cache.begin_step(length)
+        cache.allow_writing(slot[0], dtype)
+        return slot
+
+    def _multiply(self, fused: Projections, matrix: Matrix, x: mx.array) -> mx.array:
+        """x (L, in) times the whole matrix -> (L, out)."""
+        assert isinstance(fused, Fused)  # others make no Matrix
+        if not self._written_out(x.shape[0], matrix):
+            return fused.multiply(x)
+        y = x @ dequantize_kernel(matrix, self._platform).T
+        return y if fused.bias is None else y + fused.bias
+
+    def _written_out(self, rows: int, *matrices: Matrix) -> int:
+        """Bytes that the matrices take written out for ``rows`` rows of x; 0 where they are not."""
+        if self._written_out_from is None or rows < self._written_out_from:
+            return 0
+        return sum(m.rows * m.columns * m.dtype.size for m in matrices if m.bits < 16)
+
+
+class _Waiting:
+    """Hands work over piece by piece and waits for the oldest while too many bytes are with it."""
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._held = 0
+        self._pieces: deque[tuple[mx.array, int]] = deque()
+
+    def add(self, result: mx.array, held: int) -> None:
+        """``result`` needs ``held`` bytes until it is computed."""
+        if not held:
+            return
+        mx.async_eval(result)
+        self._pieces.append((result, held))
+        self._held += held
+        while self._held > self._limit and len(self._pieces) > 1:
+            oldest, freed = self._pieces.popleft()
+            mx.eval(oldest)
+            self._held -= freed

@@ -1,0 +1,200 @@
+"""Prompts through the kernels, in the emulator, against mlx-lm and the reference path."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+from fixtures import FIX_A, PROMPT, mlx_weights, quantize_weights
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step, generation_stream
+
+from husky_mlx import chips, graphs, kernel_source, kernels, prefill, verdicts
+from husky_mlx.cache import RotatingKVCache
+from husky_mlx.errors import ContextLimitError
+from husky_mlx.greedy import greedy_tokens
+from husky_mlx.loading import build_model
+from husky_mlx.ops.gemv import Platform
+
+LONG = [(7 * i + 3) % 96 for i in range(45)]
+
+
+@pytest.fixture
+def emulated(monkeypatch, tmp_path):
+    """``emulated(written_out_from)``: models take the kernels of an M1; the file of verdicts."""
+    path = tmp_path / "selftest.json"
+    monkeypatch.setattr(verdicts, "path", lambda: path)
+    platform = Platform(chips.parse("m1"), "emulator")
+
+    def choose(written_out_from=None):
+        monkeypatch.setattr(graphs, "kernel_platform", lambda: platform)
+        monkeypatch.setattr(graphs, "write_out_from", lambda chip, bits: written_out_from)
+        return path
+
+    return choose
+
+
+def models(config=FIX_A, bits=4):
+    weights = mlx_weights(config)
+    weights = quantize_weights(weights, bits, 32) if bits < 16 else weights
+    return [build_model(config, dict(weights), backend=name) for name in ("husky", "mlx")]
+
+
+def tokens(model, prompt, count, cache=None, **options):
+    found = greedy_tokens(
+        model,
+        mx.array(prompt),
+        count,
+        stream=generation_stream,
+        prompt_cache=model.make_cache() if cache is None else cache,
+        **options,
+    )
+    return [token for token, _ in found]
+
+
+def theirs(stock, prompt, count):
+    return [int(t) for t, _ in generate_step(mx.array(prompt), stock, max_tokens=count)]
+
+
+def difference(a, b):
+    return (mx.abs(a - b).max() / mx.abs(b).max()).item()
+
+
+@pytest.mark.parametrize("written_out_from", [None, 1, 8])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+        {"rope_traditional": True, "vocab_size": 101, "num_key_value_heads": 1},
+    ],
+)
+def test_logits_of_every_position(emulated, changes, written_out_from):
+    """Of a prompt, and of a piece that goes on; with the rows that both leave in the cache."""
+    emulated(written_out_from)
+    model, stock = models({**FIX_A, **changes})
+    cache = model.make_cache()
+    found = [model(mx.array([piece]), cache=cache) for piece in (LONG[:20], LONG[20:])]
+    wanted = stock(mx.array([LONG]))
+    assert difference(mx.concatenate(found, axis=1), wanted) < 1e-4
+    assert model.plan.counts == {"frozen": 0, "prefill": 2, "reference": 0, "traces": 0}
+    stock_cache = stock.make_cache()
+    stock(mx.array([LONG]), cache=stock_cache)
+    for ours, other in zip(cache, stock_cache, strict=True):
+        for a, b in zip(ours.state[:2], other.state[:2], strict=True):
+            assert difference(a, b[:, :, : len(LONG)]) < 1e-4
+
+
+@pytest.mark.parametrize("step", [1, 2, 4, 5, 7, 8, 15, 16, 44, 45, 46, 2048])
+def test_borders_of_chunks_change_no_token(emulated, step):
+    emulated(8)
+    model, stock = models()
+    assert tokens(model, LONG, 4, prefill_step_size=step) == theirs(stock, LONG, 4)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6])
+def test_prompts_of_few_tokens_are_one_call(emulated, length):
+    """Up to four take the decode step, which needs no cache that holds something."""
+    emulated()
+    model, stock = models(bits=8)
+    assert tokens(model, LONG[:length], 3) == theirs(stock, LONG[:length], 3)
+    # One step is under way when the last token is read.
+    counts = {"frozen": 4 if length <= 4 else 3, "prefill": int(length > 4), "reference": 0}
+    assert {name: model.plan.counts[name] for name in counts} == counts
+
+
+def test_progress_is_told_as_it_is_made(emulated):
+    emulated()
+    model, _ = models()
+    told = []
+    options = {"prefill_step_size": 20, "prompt_progress_callback": lambda *done: told.append(done)}
+    tokens(model, LONG, 1, **options)
+    assert told == [(0, 45), (20, 45), (40, 45), (45, 45)]
+
+
+def test_a_prompt_goes_on_behind_a_reply_and_a_trim(emulated):
+    emulated()
+    model, stock = models()
+    cache = model.make_cache()
+    first = tokens(model, LONG[:9], 6, cache)
+    assert tokens(model, LONG[9:20], 3, cache) == theirs(stock, LONG[:9] + first + LONG[9:20], 3)
+    kept = [c.state for c in cache]
+    for c in cache:
+        c.trim(8)
+    again = LONG[:9] + first + LONG[9:15]
+    assert tokens(model, LONG[20:30], 3, cache) == theirs(stock, again + LONG[20:30], 3)
+    # Who saw the rows that were trimmed still sees them.
+    fresh = model.make_cache()
+    model(mx.array([LONG[:9] + first + LONG[9:20]]), cache=fresh)
+    assert difference(kept[1][0][:, :, :26], fresh[1].state[0]) < 1e-4
+
+
+def test_two_models_share_no_waiting(emulated, monkeypatch):
+    """However little may be in flight, the result is the same."""
+    emulated(1)
+    monkeypatch.setattr(prefill, "IN_FLIGHT", 1)
+    model, stock = models()
+    assert tokens(model, LONG, 3) == theirs(stock, LONG, 3)
+
+
+def test_mlx_lms_own_loop(emulated):
+    emulated(4)
+    model, stock = models()
+    assert theirs(model, LONG, 5) == theirs(stock, LONG, 5)
+    assert model.plan.counts["prefill"] == 1 and model.plan.counts["reference"] == 0
+
+
+def test_rings_and_batches_take_the_reference_path(emulated):
+    emulated()
+    model, stock = models()
+    ring = model.make_cache(max_kv_size=64)
+    assert type(ring[0]) is RotatingKVCache
+    assert tokens(model, LONG, 3, ring) == theirs(stock, LONG, 3)
+    model(mx.array([LONG, LONG]), cache=model.make_cache())
+    assert model.plan.counts["prefill"] == 0 and model.plan.counts["reference"] > 0
+
+
+def test_changed_weights_are_seen_by_the_next_prompt(emulated):
+    emulated()
+    model, _ = models(bits=16)
+    before = tokens(model, LONG, 3)
+    model.layers[0].mlp.down_proj.weight = -model.layers[0].mlp.down_proj.weight
+    fresh = build_model(FIX_A, dict(tree_flatten(model.parameters())), backend="mlx")
+    assert tokens(model, LONG, 3) == theirs(fresh, LONG, 3) != before
+
+
+def test_a_fault_is_one_warning_and_prompts_take_the_reference_path(emulated, monkeypatch):
+    path = emulated()
+
+    def planted(name, **how):
+        source = kernel_source.kernel_source(name, **how)
+        if name != "swiglu":
+            return source
+        text = source.numbered_source
+        assert "+ N / 4]" in text
+        return replace(source, numbered_source=text.replace("+ N / 4]", "]"))
+
+    monkeypatch.setattr(kernels, "kernel_source", planted)
+    kernels._kernel.cache_clear()
+    with pytest.warns(UserWarning, match="kernels for prompts are off") as caught:
+        model, stock = models()
+    kernels._kernel.cache_clear()
+    assert len(caught) == 1
+    assert tokens(model, LONG, 4) == theirs(stock, LONG, 4)
+    assert model.plan.counts["prefill"] == 0 and model.plan.counts["frozen"] > 0
+    assert "prefill: plain MLX operations" in str(model.plan)
+    assert [bool(problem) for problem in json.loads(path.read_text()).values()] == [False, True]
+
+
+def test_the_limit_of_a_prompt_is_the_users(emulated):
+    emulated()
+    weights = quantize_weights(mlx_weights(FIX_A), 4, 32)
+    model = build_model(FIX_A, weights, max_context=20)
+    with pytest.raises(ContextLimitError, match="max_context=20"):
+        model(mx.array([LONG]), cache=model.make_cache())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(mx.array([PROMPT[:20]]), cache=model.make_cache())

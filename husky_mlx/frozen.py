@@ -78,8 +78,8 @@ class Frozen:
         prompt = not taken and self.has_prefill() and takes_prompt(tokens, caches)
         self._check_memory(model, rows, length, caches)
         fits = prompt or (taken and self._fit(caches))
-        begins = length > 1 or getattr(caches[0], "keys", None) is None
-        if prompt or (begins and not fits):
+        # Asked for last: to look at the keys is to wait for the step that is under way.
+        if prompt or (not fits and (length > 1 or getattr(caches[0], "keys", None) is None)):
             self._sweep(model)
         if self.plan.eager_reason or not fits:
             return None

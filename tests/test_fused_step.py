@@ -475,6 +475,27 @@ def test_a_planted_fault_is_one_warning_and_the_reference_path(tested_on, plant,
     assert message in str(other.plan), "remembered"
 
 
+def test_a_step_waits_for_none_before_it(on, monkeypatch):
+    """To settle a cache is to wait for the GPU: nothing may do that from token to token."""
+    on("m1")
+    model = build_model(FIX_A, weights_of(FIX_A))
+    _, cache = decode(model, PROMPT, 2)
+    waits = []
+    settle = buffers.CacheBuffers.settle
+
+    def counted(self):
+        waits.extend([self] * (self.ordering is not None))
+        settle(self)
+
+    monkeypatch.setattr(buffers.CacheBuffers, "settle", counted)
+    token = mx.array([[5]], mx.uint32)
+    for _ in range(3):
+        token, _ = model.decode_step(token, cache).greedy(token, cache)
+        assert model.has_room(cache)
+    assert not waits
+    assert cache[0].state and waits, "the check sees who waits"
+
+
 def test_writes_that_the_device_loses_are_caught(tested_on, monkeypatch):
     """A backend that hands the kernel a copy of the buffers: what it writes there is nowhere."""
     tested_on()

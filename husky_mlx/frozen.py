@@ -10,12 +10,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from husky_mlx import device, graphs
+from husky_mlx import device, graphs, native_step
 from husky_mlx.cache import BatchKVCache, KVCache, RotatingKVCache, adopt, check_growth
 from husky_mlx.config import LlamaConfig
 from husky_mlx.errors import MemoryLimitError
 from husky_mlx.freeze import DecodeStep
 from husky_mlx.graphs import choose_graph
+from husky_mlx.native import NativeError
+from husky_mlx.native_step import NativeStep
 from husky_mlx.pack import FUSIONS, Separate, StepWeights, pack
 from husky_mlx.places import MAX_ROWS
 from husky_mlx.plan import Plan
@@ -34,6 +36,8 @@ class Frozen:
         self.plan = plan
         self.revision = 0
         self._step: DecodeStep | None = None
+        self._native: NativeStep | None = None
+        self._native_wanted = native_step.wanted()
         self._step_revision = -1
         self._built_from: Snapshot | None = None
         self._lock = threading.Lock()  # two threads' first tokens would fuse the same weights
@@ -54,13 +58,13 @@ class Frozen:
     def invalidate(self) -> None:
         """The weights changed: let go of the step, and with it of the fused buffers."""
         self.revision += 1
-        self._step, self._built_from = None, None
+        self._step, self._native, self._built_from = None, None, None
 
     def step_for(
         self, model: Any, tokens: mx.array, caches: Sequence[Any]
-    ) -> DecodeStep | Prefill | None:
-        """What takes a call with (B, L) tokens: the step, for longer calls with one sequence the
-        prefill, or None where the reference path must run.
+    ) -> DecodeStep | Prefill | NativeStep | None:
+        """What takes a call with (B, L) tokens: the native program, the step, for longer calls with
+        one sequence the prefill, or None where the reference path must run.
 
         mlx-lm's caches are adopted. Raises MemoryLimitError where the caches would outgrow the
         device, ValueError for a cache of another number of layers.
@@ -75,6 +79,10 @@ class Frozen:
             adopt(caches)
             taken = takes(tokens, caches)
         rows, length = tokens.shape
+        if self._native_wanted and native_step.takes(tokens, caches):
+            self._check_memory(model, rows, length, caches)
+            if (native := self._native_for(model, length > 1 or caches[0].empty())) is not None:
+                return native
         prompt = not taken and self.has_prefill() and takes_prompt(tokens, caches)
         self._check_memory(model, rows, length, caches)
         fits = prompt or (taken and self._fit(caches))
@@ -83,10 +91,7 @@ class Frozen:
             self._sweep(model)
         if self.plan.eager_reason or not fits:
             return None
-        if self._stale():
-            with self._lock:
-                if self._stale():
-                    self.freeze(model)
+        self._renew(model)
         step = self._step
         if step is None:
             return None
@@ -104,8 +109,24 @@ class Frozen:
             return None
         return proven
 
+    def _native_for(self, model: Any, begins: bool) -> NativeStep | None:
+        """The native program of the weights as they are; ``begins``: with a prompt."""
+        if begins:
+            self._sweep(model)
+        self._renew(model)
+        return self._native
+
+    def _renew(self, model: Any) -> None:
+        if self._stale():
+            with self._lock:
+                if self._stale():
+                    self.freeze(model)
+
     def has_prefill(self) -> bool:
-        """Whether prompts take the kernels, as far as can be said before the step is built."""
+        """Whether a prompt's last token comes with the rest, as far as can be said before the step
+        is built."""
+        if self._native_wanted:
+            return self._native is not None or self._stale()
         if self.plan.eager_reason is not None:
             return False
         if self._step is None:
@@ -167,7 +188,8 @@ class Frozen:
         """
         # What another thread changes meanwhile may be missed: the step is then stale at once.
         revision = self.revision
-        self._step, self._built_from, self._step_revision = None, None, -1
+        self._step, self._native, self._built_from = None, None, None
+        self._step_revision, self.plan.native = -1, None
         # A constant that is not evaluated yet would be computed again at every call.
         mx.eval(model.parameters())
         self.say_dtype(model)
@@ -179,6 +201,11 @@ class Frozen:
         weights = pack(model, frequencies)
         self.plan.foreign_part, self.plan.notes = None, _unfused(weights)
         self._step = DecodeStep(choose_graph(self.config, weights, self.plan), self.plan)
+        if self._native_wanted:
+            try:
+                self._native = NativeStep.of(model, weights.head, self.plan)
+            except NativeError as error:
+                self.plan.notes += [str(error)]
         self._built_from, self._step_revision = Snapshot.of(model), revision
 
 

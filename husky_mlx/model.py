@@ -16,11 +16,12 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
-from husky_mlx import device
+from husky_mlx import device, native_step
 from husky_mlx.cache import KVCache, RotatingKVCache
 from husky_mlx.config import LlamaConfig
 from husky_mlx.freeze import DecodeStep
 from husky_mlx.frozen import MAX_ROWS, Frozen, eager_reason
+from husky_mlx.native_step import NativeStep
 from husky_mlx.ops.embed import embed
 from husky_mlx.ops.rotate import rotation
 from husky_mlx.pack import FUSIONS
@@ -177,7 +178,9 @@ class Model(Tracked):
         self.plan.count("reference")
         return self.head()(self.model(inputs, cache, input_embeddings))
 
-    def decode_step(self, inputs: mx.array, cache: Sequence[Any]) -> DecodeStep | Prefill | None:
+    def decode_step(
+        self, inputs: mx.array, cache: Sequence[Any]
+    ) -> DecodeStep | Prefill | NativeStep | None:
         """What takes this call instead of the reference path; see ``Frozen.step_for``."""
         return self._frozen.step_for(self, inputs, cache)
 
@@ -192,7 +195,7 @@ class Model(Tracked):
     def prepare(self) -> None:
         """Fuse and freeze now instead of at the first decode; evaluates the weights."""
         self._frozen.say_dtype(self)
-        if self.plan.eager_reason is None:
+        if self.plan.eager_reason is None or native_step.wanted():
             self._frozen.freeze(self)
 
     def foreign_part(self) -> str | None:

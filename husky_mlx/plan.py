@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, fields
 class Plan:
     """The choices made for one model and how often each path has run.
 
-    ``counts`` has "frozen" (decode steps through the compiled graph), "prefill" (prompts and pieces
-    of them through the kernels), "reference" (calls of the general forward) and "traces" (times
-    that the frozen step's Python ran to be traced).
+    ``counts`` has "native" (calls of the CPU's native program), "frozen" (decode steps through the
+    compiled graph), "prefill" (prompts and pieces of them through the kernels), "reference" (calls
+    of the general forward) and "traces" (times that the frozen step's Python ran to be traced).
     ``launches``: a line for each fused kernel of a step, empty where none runs.
     ``foreign_part``: what somebody built into the model, which is why there is no frozen step.
     """
@@ -25,13 +25,14 @@ class Plan:
     activations: str = "not loaded yet"
     kernels: str = "built at the first decode"
     prefill: str = "plain MLX operations"
+    native: str | None = None
     eager_reason: str | None = None
     foreign_part: str | None = None
     launches: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._counts: Counter[str] = Counter(frozen=0, prefill=0, reference=0, traces=0)
+        self._counts: Counter[str] = Counter(native=0, frozen=0, prefill=0, reference=0, traces=0)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -53,7 +54,9 @@ class Plan:
     def summary(self) -> str:
         """What runs where, without the launches."""
         head = f"{self.target} ({self.chip}) | {self.model} | activations: {self.activations}"
-        if self.eager_reason is not None:
+        if self.native is not None:
+            step = f"prompts and decode: {self.native} | other calls: plain MLX operations"
+        elif self.eager_reason is not None:
             step = f"decode: eager ({self.eager_reason}), plain MLX operations as in prefill"
         elif self.foreign_part is not None:
             step = f"decode: plain MLX operations as in prefill ({self.foreign_part})"

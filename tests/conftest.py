@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
+
+# Most tests look at the graphs, and a native program takes seconds to compile for each new shape.
+os.environ.setdefault("HUSKY_NATIVE", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -208,7 +208,13 @@ def test_training_mode_leaves_the_frozen_step():
     model(mx.array([PROMPT]), cache)
     model.train()
     model(mx.array([[3]]), cache)
-    assert model.plan.counts == {"frozen": 0, "prefill": 0, "reference": 2, "traces": 0}
+    assert model.plan.counts == {
+        "native": 0,
+        "frozen": 0,
+        "prefill": 0,
+        "reference": 2,
+        "traces": 0,
+    }
     model.eval()
     model(mx.array([[3]]), cache)
     assert model.plan.counts["frozen"] == 1

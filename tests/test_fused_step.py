@@ -138,7 +138,13 @@ def test_the_tokens_of_32_steps_across_a_growth_are_the_reference_paths(on, chip
     assert tokens == expected(FIX_A, weights, NEAR_THE_BORDER, 32)
     assert cache[0].capacity() == 96, "50 tokens and 32 more pass 64 rows"
     assert cache[0].offset == 82
-    assert model.plan.counts == {"frozen": 33, "prefill": 0, "reference": 1, "traces": 33}
+    assert model.plan.counts == {
+        "native": 0,
+        "frozen": 33,
+        "prefill": 0,
+        "reference": 1,
+        "traces": 33,
+    }
 
 
 VARIANTS = {
@@ -339,7 +345,13 @@ def test_the_plain_step_takes_one_token_only():
     cache = model.make_cache()
     model(mx.array([PROMPT]), cache=cache)
     model(mx.array([[3, 4]]), cache=cache)
-    assert model.plan.counts == {"frozen": 0, "prefill": 0, "reference": 2, "traces": 0}
+    assert model.plan.counts == {
+        "native": 0,
+        "frozen": 0,
+        "prefill": 0,
+        "reference": 2,
+        "traces": 0,
+    }
 
 
 def test_a_cache_of_another_dtype_is_converted_once(on):

@@ -177,7 +177,13 @@ def test_husky_eager_turns_the_step_off(plain_tokenizer, monkeypatch):
     model = model_of()
     responses = generation.stream_generate(model, plain_tokenizer, PROMPT, 12)
     assert [response.token for response in responses] == GREEDY
-    assert model.plan.counts == {"frozen": 0, "prefill": 0, "reference": 14, "traces": 0}
+    assert model.plan.counts == {
+        "native": 0,
+        "frozen": 0,
+        "prefill": 0,
+        "reference": 14,
+        "traces": 0,
+    }
     assert "HUSKY_EAGER" in str(model.plan)
 
 

@@ -33,7 +33,13 @@ def test_generate(ours, stock, plain_tokenizer):
     arguments = {"prompt": PROMPT, "max_tokens": 12}
     expected = mlx_lm.generate(stock, plain_tokenizer, **arguments)
     assert mlx_lm.generate(ours, plain_tokenizer, **arguments) == expected
-    assert ours.plan.counts == {"frozen": DECODE_CALLS, "prefill": 0, "reference": 1, "traces": 1}
+    assert ours.plan.counts == {
+        "native": 0,
+        "frozen": DECODE_CALLS,
+        "prefill": 0,
+        "reference": 1,
+        "traces": 1,
+    }
 
 
 def test_stream_generate(ours, stock, plain_tokenizer):
@@ -174,7 +180,7 @@ def test_perplexity(ours, stock, capsys):
     data = mx.array(np.random.default_rng(2).integers(0, 96, (5, 33)))
     expected = mlx_lm.perplexity.eval_ppl(stock, data, batch_size=2)
     assert mlx_lm.perplexity.eval_ppl(ours, data, batch_size=2) == pytest.approx(expected, rel=1e-5)
-    assert ours.plan.counts == {"frozen": 0, "prefill": 0, "reference": 3, "traces": 0}
+    assert ours.plan.counts == {"native": 0, "frozen": 0, "prefill": 0, "reference": 3, "traces": 0}
 
 
 def loss(model, batch: mx.array) -> mx.array:
@@ -229,11 +235,23 @@ def test_a_deep_copy_decodes_for_itself_and_counts_for_itself(ours):
     list(generate_step(mx.array(PROMPT), ours, max_tokens=3))
     before = ours.plan.counts
     duplicate = copy.deepcopy(ours)
-    assert duplicate.plan.counts == {"frozen": 0, "prefill": 0, "reference": 0, "traces": 0}
+    assert duplicate.plan.counts == {
+        "native": 0,
+        "frozen": 0,
+        "prefill": 0,
+        "reference": 0,
+        "traces": 0,
+    }
     duplicate.update(tree_map(lambda p: p * 0, duplicate.parameters()))
     tokens = [t for t, _ in generate_step(mx.array(PROMPT), duplicate, max_tokens=3)]
     assert tokens == [0, 0, 0]
-    assert duplicate.plan.counts == {"frozen": 4, "prefill": 0, "reference": 1, "traces": 1}
+    assert duplicate.plan.counts == {
+        "native": 0,
+        "frozen": 4,
+        "prefill": 0,
+        "reference": 1,
+        "traces": 1,
+    }
     assert ours.plan.counts == before
     assert [t for t, _ in generate_step(mx.array(PROMPT), ours, max_tokens=12)] == GREEDY
 

@@ -103,4 +103,4 @@ def test_logits_of_both_paths_are_mlx_lms(changes):
     for token in tail:
         step = mx.array([[token]])
         assert mx.abs(stock(step, stock_cache) - ours(step, our_cache)).max() < 1e-4
-    assert ours.plan.counts == {"frozen": 3, "prefill": 0, "reference": 1, "traces": 1}
+    assert ours.plan.counts == {"native": 0, "frozen": 3, "prefill": 0, "reference": 1, "traces": 1}

@@ -80,7 +80,13 @@ def test_logits_of_every_position(emulated, changes, written_out_from):
     found = [model(mx.array([piece]), cache=cache) for piece in (LONG[:20], LONG[20:])]
     wanted = stock(mx.array([LONG]))
     assert difference(mx.concatenate(found, axis=1), wanted) < 1e-4
-    assert model.plan.counts == {"frozen": 0, "prefill": 2, "reference": 0, "traces": 0}
+    assert model.plan.counts == {
+        "native": 0,
+        "frozen": 0,
+        "prefill": 2,
+        "reference": 0,
+        "traces": 0,
+    }
     stock_cache = stock.make_cache()
     stock(mx.array([LONG]), cache=stock_cache)
     for ours, other in zip(cache, stock_cache, strict=True):

@@ -20,9 +20,10 @@ struct Call {
   const CacheRows* caches;       // one a layer
   const int32_t* tokens;
   float* logits;  // (wanted, vocabulary)
+  float* hidden;  // in their place, unless null: (wanted, hidden) after the final norm
   int64_t position;
   int32_t count;   // tokens, at most Shape::BLOCK
-  int32_t wanted;  // logits of the last `wanted` tokens: 0, 1 or count
+  int32_t wanted;  // results for the last `wanted` tokens: 0, 1 or count
 };
 
 // The order of Call::addresses.

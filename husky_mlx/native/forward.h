@@ -42,7 +42,9 @@ class Forward {
     pool_.each(call_.count, [&](int token) { embed(token); });
     for (int layer = 0; layer < Shape::LAYERS; ++layer)
       Shape::with_layer(layer, [&](auto format) { run_layer<decltype(format)>(layer); });
-    if (call_.wanted > 0) head(call_.count - call_.wanted);
+    if (call_.wanted == 0) return;
+    const int first = call_.count - call_.wanted;
+    call_.hidden != nullptr ? final_norms(first) : head(first);
   }
 
  private:
@@ -257,6 +259,14 @@ class Forward {
         });
         if constexpr (LAYOUTS != FLOATS) shared_.gated.template quantise<LAYOUTS>(to + t, unit);
       }
+    });
+  }
+
+  void final_norms(int first) {
+    const auto weight = static_cast<const typename Shape::FinalNorm*>(weights_.final_norm());
+    pool_.each(call_.wanted, [&](int token) {
+      rms_norm(shared_.x + (int64_t)(first + token) * HIDDEN, weight, HIDDEN, Shape::EPS,
+               call_.hidden + (int64_t)token * HIDDEN);
     });
   }
 

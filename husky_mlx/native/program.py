@@ -36,6 +36,7 @@ class _Call(ctypes.Structure):
         ("caches", ctypes.c_void_p),
         ("tokens", ctypes.c_void_p),
         ("logits", ctypes.c_void_p),
+        ("hidden", ctypes.c_void_p),
         ("position", ctypes.c_int64),
         ("count", ctypes.c_int32),
         ("wanted", ctypes.c_int32),
@@ -92,13 +93,16 @@ class Program:
         mx.eval(model.parameters())
         return cls(path, config, arrays_in_order(model), kv_dtype, threads)
 
-    def buffers(self, pairs: Sequence[tuple[mx.array, mx.array]]) -> Buffers:
-        """Each layer's keys and values, (1, kv_heads, capacity, head_dim) of ``kv_dtype``.
+    def buffers(
+        self, pairs: Sequence[tuple[mx.array, mx.array]], *, sequence: int = 0, skip: int = 0
+    ) -> Buffers:
+        """Each layer's keys and values, (B, kv_heads, capacity, head_dim) of ``kv_dtype``.
 
+        Those of one ``sequence`` of the batch, without its first ``skip`` rows: row 0 is the next.
         The program writes into their memory: nobody else may rely on what it holds.
         """
         heads = (self.config.num_key_value_heads, self.config.head_dim)
-        return Buffers(pairs, heads, self.kv_dtype, self._windows)
+        return Buffers(pairs, heads, self.kv_dtype, self._windows, sequence, skip)
 
     def prefill(
         self,
@@ -113,23 +117,26 @@ class Program:
         same unless given; the rows before it are those of the tokens before, in order.
 
         ``wanted``: logits of the ``"last"`` token (1, vocabulary), of ``"all"`` (L, vocabulary), or
-        ``"none"``. They are float32 and evaluated. A long call runs in blocks, between which Python
-        sees signals. ValueError for tokens or rows out of range.
+        ``"none"``; or ``"hidden"``, what the head would multiply (L, hidden). They are float32 and
+        evaluated. A long call runs in blocks, between which Python sees signals. ValueError for
+        tokens or rows out of range.
         """
         ids = np.ascontiguousarray(tokens, np.int32)
         row = position if row is None else row
-        count = {"all": len(ids), "last": 1, "none": 0}[wanted]
-        logits = _evaluated_zeros(count, self.config.vocab_size) if count else None
-        out = None if logits is None else memory_of(logits)
+        hidden = wanted == "hidden"
+        count = {"all": len(ids), "hidden": len(ids), "last": 1, "none": 0}[wanted]
+        columns = self.config.hidden_size if hidden else self.config.vocab_size
+        results = _evaluated_zeros(count, columns) if count else None
+        out = None if results is None else memory_of(results)
         for start in range(0, len(ids), self.block):
             block = ids[start : start + self.block]
             end = start + len(block)
             buffers.place(row + start, row + end)
-            if wanted == "all" and out is not None:
-                self._call(block, buffers, position + start, out[start:end])
-            else:
-                self._call(block, buffers, position + start, out if end == len(ids) else None)
-        return logits
+            part = out if end == len(ids) else None
+            if count > 1 and out is not None:
+                part = out[start:end]
+            self._call(block, buffers, position + start, part, hidden)
+        return results
 
     def decode(
         self,
@@ -172,13 +179,20 @@ class Program:
         return out
 
     def _call(
-        self, tokens: np.ndarray, buffers: Buffers, position: int, out: np.ndarray | None
+        self,
+        tokens: np.ndarray,
+        buffers: Buffers,
+        position: int,
+        out: np.ndarray | None,
+        hidden: bool = False,
     ) -> None:
+        address = None if out is None else out.ctypes.data
         call = _Call(
             self._addresses.ctypes.data,
             buffers.address,
             tokens.ctypes.data,
-            None if out is None else out.ctypes.data,
+            None if hidden else address,
+            address if hidden else None,
             position,
             len(tokens),
             0 if out is None else len(out),

@@ -1,0 +1,147 @@
+"""Prompts and decode steps of the CPU build through the model's native program.
+
+The program works at once and writes keys and values into the caches' own memory; it takes one
+sequence, so that the rows of a batch go one by one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from husky_mlx import device
+from husky_mlx.cache import BatchKVCache, KVCache, RotatingKVCache
+from husky_mlx.native import Program
+from husky_mlx.native.buffers import Buffers
+from husky_mlx.pack import Projections
+from husky_mlx.plan import Plan
+
+# What the program writes and reads: what the CPU build computes in.
+KV_DTYPE = mx.float32
+# From how many tokens on the logits of every position are left to MLX, which computes them only for
+# who reads them: mlx-lm's loop does not read a prompt's, and they would take 200 KB a token.
+LAZY_FROM = 17
+
+
+def wanted() -> bool:
+    """Whether calls may take a native program here at all; HUSKY_NATIVE=0 says no."""
+    off = os.environ.get("HUSKY_NATIVE") == "0"
+    eager = os.environ.get("HUSKY_EAGER", "0") not in ("", "0")
+    return device.target() == "cpu" and not off and not eager
+
+
+def takes(tokens: mx.array, caches: Sequence[Any]) -> bool:
+    """Whether a call is one for the program: (1, L) tokens behind caches of ours that keep all, or
+    one token a row behind any of ours that hold something. Its tokens must be numbers already, not
+    those of a function that is being traced."""
+    rows, length = tokens.shape
+    first = caches[0]
+    if type(first) is BatchKVCache:
+        fits = length == 1 and all(
+            type(c) is BatchKVCache and not c.empty() and c.left_padding.shape[0] == rows
+            for c in caches
+        )
+    else:
+        fits = rows == 1 and all(
+            c.offset == first.offset
+            and (
+                type(c) is KVCache or (type(c) is RotatingKVCache and length == 1 and not c.empty())
+            )
+            for c in caches
+        )
+    return fits and length > 0 and _evaluated(tokens)
+
+
+class NativeStep:
+    """One model's program behind the interface of ``DecodeStep``, for calls of any length."""
+
+    def __init__(self, program: Program, head: Projections, plan: Plan):
+        self._program = program
+        self._head = head
+        self._plan = plan
+        self._heads = program.config.num_key_value_heads, program.config.head_dim
+        self._held: tuple[list[mx.array], list[int], list[Buffers]] = [], [], []  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, model: Any, head: Projections, plan: Plan) -> NativeStep:
+        """Compile or find the program. NativeError says why there is none."""
+        exact = os.environ.get("HUSKY_NATIVE") == "exact"
+        program = Program.of(model, kv_dtype=KV_DTYPE, exact=exact)
+        threads = f"{program.threads} thread{'s' if program.threads > 1 else ''}"
+        arithmetic = "float activations" if exact else "8-bit activations in groups of 32"
+        plan.native = f"native program, {threads}, {arithmetic}"
+        return cls(program, head, plan)
+
+    def logits(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
+        """(B, L) token ids -> logits (B, L, vocabulary) float32; each cache gains L rows."""
+        if tokens.shape[1] < LAZY_FROM:
+            return self._run(tokens, caches, "all")
+        (logits,) = self._head(self._run(tokens, caches, "hidden"))
+        return logits
+
+    def greedy(self, tokens: mx.array, caches: Sequence[Any]) -> tuple[mx.array, mx.array]:
+        """(B, L) token ids -> the next ones (B, 1) uint32, and their logits (B, 1, vocabulary)."""
+        logits = self._run(tokens, caches, "last")
+        best = np.argmax(np.asarray(logits), axis=-1)
+        return mx.array(best.astype(np.uint32)), logits
+
+    def _run(self, tokens: mx.array, caches: Sequence[Any], result: str) -> mx.array:
+        ids = np.array(tokens).astype(np.int64).astype(np.int32)
+        rows, length = ids.shape
+        first = caches[0]
+        batched = type(first) is BatchKVCache
+        starts = np.array(first.offset).tolist() if batched else [first.offset]
+        padding = np.array(first.left_padding).tolist() if batched else [0]
+        for cache in caches:
+            if cache.empty():
+                cache.allocate(length, *self._heads, KV_DTYPE)
+        places = [cache.begin_step(length) for cache in caches]
+        for cache, (slot, _) in zip(caches, places, strict=True):
+            cache.settle()
+            cache.allow_writing(slot, KV_DTYPE)
+        found = []
+        for row, buffers in enumerate(self._buffers(caches, padding)):
+            slots = [slot - padding[row] for slot, _ in places]
+            made: mx.array | None
+            if length > 1:
+                made = self._program.prefill(
+                    ids[row], buffers, starts[row], row=slots[0], wanted=result
+                )
+            else:
+                lives = [live - padding[row] for _, live in places]
+                made = self._program.decode(
+                    ids[row, 0], buffers, starts[row], row=slots, live=lives
+                )
+            assert made is not None
+            found.append(made)
+        offset = first.offset + length
+        for cache in caches:
+            cache.end_step(offset)
+        self._plan.count("native")
+        return found[0][None] if rows == 1 else mx.stack(found)
+
+    def _buffers(self, caches: Sequence[Any], padding: list[int]) -> list[Buffers]:
+        """The program's view of each row's keys and values, made anew when an array is another."""
+        pairs = [cache.buffers() for cache in caches]
+        arrays = [array for pair in pairs for array in pair]
+        known, of, made = self._held
+        same = of == padding and len(known) == len(arrays)
+        if not (same and all(a is b for a, b in zip(known, arrays, strict=True))):
+            made = [
+                self._program.buffers(pairs, sequence=row, skip=skip)
+                for row, skip in enumerate(padding)
+            ]
+            self._held = arrays, padding, made
+        return made
+
+
+def _evaluated(tokens: mx.array) -> bool:
+    try:
+        mx.eval(tokens)
+    except (RuntimeError, ValueError):
+        return False
+    return True

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from husky_mlx.bench_report import BASELINE, describe_run, print_table, report
+from husky_mlx.bench_report import BASELINE, LLAMA_CPP, describe_run, print_table, report
 from husky_mlx.errors import HuskyError
 from husky_mlx.notices import notice
 from husky_mlx.shapes import SHAPES, shape_config
@@ -42,6 +42,7 @@ ENGINES = {
     BASELINE: Engine("mlx", "mlx-lm", {}),
     "husky-eager": Engine("husky", "husky", {"HUSKY_EAGER": "1"}),
     "mlx-lm-loop": Engine("husky", "mlx-lm", {}),
+    LLAMA_CPP: Engine(LLAMA_CPP, LLAMA_CPP, {}),
 }
 
 

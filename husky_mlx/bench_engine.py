@@ -39,6 +39,7 @@ from transformers import PreTrainedTokenizerFast
 
 import husky_mlx
 from husky_mlx import device, shapes, sources
+from husky_mlx.bench_report import LLAMA_CPP
 from husky_mlx.errors import HuskyError
 from husky_mlx.generation import stream_generate
 from husky_mlx.loading import build_model, load
@@ -54,22 +55,30 @@ def serve(requests: IO[str], reply: Callable[[dict], None]) -> int:
     specification = json.loads(requests.readline())
     try:
         started = time.perf_counter()
-        model, tokenizer, vocabulary = load_model(specification)
+        described, trial = _open(specification)
         load_seconds = time.perf_counter() - started
-        tokenizer.eos_token_ids = set()
-        reply(
-            describe_machine()
-            | describe_model(model)
-            | {"load_s": load_seconds, "vocab_size": vocabulary}
-        )
+        reply(describe_machine() | described | {"load_s": load_seconds})
         for line in requests:
-            reply(run_trial(model, tokenizer, json.loads(line), specification))
+            reply(trial(json.loads(line)) | {"rss_mb": peak_resident_bytes() / MEGABYTE})
     except Exception as error:
         if specification["debug"]:
             traceback.print_exc()
         reply({"error": f"{type(error).__name__}: {error}"})
         return 1
     return 0
+
+
+def _open(specification: dict) -> tuple[dict, Callable[[dict], dict]]:
+    """What there is to say about the loaded model, and the function that runs a trial."""
+    if specification["backend"] == LLAMA_CPP:
+        # Only here: its package is no requirement.
+        from husky_mlx.bench_llama_cpp import open_engine
+
+        return open_engine(specification)
+    model, tokenizer, vocabulary = load_model(specification)
+    tokenizer.eos_token_ids = set()
+    described = describe_model(model) | {"vocab_size": vocabulary}
+    return described, lambda trial: run_trial(model, tokenizer, trial, specification)
 
 
 def load_model(specification: dict) -> tuple[nn.Module, Any, int]:
@@ -136,8 +145,7 @@ def run_trial(model: nn.Module, tokenizer: Any, trial: dict, specification: dict
     """One reply timed from outside the loop: ms, tokens a second, seconds and megabytes (1e6).
 
     The first response ends the prefill; decode counts the tokens after the first over the time
-    after the first. ``peak_mb`` is what MLX held at most during the trial, weights included;
-    ``rss_mb`` the most that the process ever had resident, loading included.
+    after the first. ``peak_mb`` is what MLX held at most during the trial, weights included.
     """
     loop = {"husky": stream_generate, "mlx-lm": mlx_lm.stream_generate}[specification["loop"]]
     prompt, options = trial["prompt"], dict[str, Any]()
@@ -168,7 +176,6 @@ def run_trial(model: nn.Module, tokenizer: Any, trial: dict, specification: dict
         "decode_tps": (len(arrivals) - 1) / after_first if after_first else 0.0,
         "total_s": total,
         "peak_mb": peak / MEGABYTE,
-        "rss_mb": peak_resident_bytes() / MEGABYTE,
         "prompt_tokens": read,
         "generation_tokens": len(arrivals),
         "calls": {

@@ -18,6 +18,7 @@ from rich.table import Table
 
 SCHEMA = 1
 BASELINE = "mlx-lm"
+LLAMA_CPP = "llama.cpp"
 NOISY_SPREAD = 0.10
 RECORDED_VARIABLES = ("HUSKY_", "MLX_", "OMP_", "OPENBLAS_")
 FIGURES = {
@@ -45,9 +46,16 @@ def summarise(values: Sequence[float]) -> dict[str, Any]:
 
 
 def pair_ratios(trials: Sequence[dict], baseline: Sequence[dict]) -> dict[str, dict[str, Any]]:
-    """Each figure over the baseline's of the same round, summarised over the rounds."""
+    """Each figure over the baseline's of the same round, summarised over the rounds.
+
+    A figure that one of them has not is left out.
+    """
     pairs = list(zip(trials, baseline, strict=True))
-    return {key: summarise([ours[key] / theirs[key] for ours, theirs in pairs]) for key in FIGURES}
+    return {
+        key: summarise([ours[key] / theirs[key] for ours, theirs in pairs])
+        for key in FIGURES
+        if None not in (trials[0][key], baseline[0][key])
+    }
 
 
 def report(
@@ -64,7 +72,11 @@ def report(
             "cold_first_token_ms": cold[name]["first_token_ms"],
             "prompt_tokens": cold[name]["prompt_tokens"],
             "generation_tokens": cold[name]["generation_tokens"],
-            "figures": {key: summarise([trial[key] for trial in done]) for key in FIGURES},
+            "figures": {
+                key: summarise([trial[key] for trial in done])
+                for key in FIGURES
+                if done[0][key] is not None
+            },
             "trials": done,
         }
         for name, done in trials.items()
@@ -75,9 +87,9 @@ def report(
         "settings": dict(settings),
         "engines": engines,
         "ratios": {
-            f"{name} / {BASELINE}": pair_ratios(done, trials[BASELINE])
-            for name, done in trials.items()
-            if BASELINE in trials and name != BASELINE
+            f"{name} / {other}": pair_ratios(trials[name], trials[other])
+            for name, other in [(name, BASELINE) for name in trials] + [("husky", LLAMA_CPP)]
+            if name != other and name in trials and other in trials
         },
         "noisy": [
             f"{name} {key}"
@@ -127,8 +139,8 @@ def print_table(result: Mapping[str, Any]) -> None:
     rows = [
         [
             label,
-            *(cell(engine["figures"][key]) for engine in engines.values()),
-            *(f"{ratio[key]['median']:.3f}" for ratio in ratios.values()),
+            *(_figure(engine["figures"].get(key)) for engine in engines.values()),
+            *(f"{ratio[key]['median']:.3f}" if key in ratio else "" for ratio in ratios.values()),
         ]
         for key, label in FIGURES.items()
     ]
@@ -151,7 +163,8 @@ def print_table(result: Mapping[str, Any]) -> None:
     print(f"{result['target']}: {machine['device']}, {machine['cores']} cores, {machine['os']}")
     print(", ".join(f"{name} {number}" for name, number in versions.items()))
     for name, engine in engines.items():
-        print(f"{name}: {', '.join(engine['dtypes'])}; {engine['plan']}".replace("\n", "; "))
+        words = [", ".join(engine["dtypes"]), engine["plan"].replace("\n", "; ")]
+        print(f"{name}: {'; '.join(filter(None, words))}")
     if rounds == 1:
         print("one round: the spread is unknown, -n 5 shows it\n")
     else:
@@ -159,6 +172,10 @@ def print_table(result: Mapping[str, Any]) -> None:
     print_rows(header, rows)
     if result["noisy"]:
         print(f"\nspread over 10 %: {', '.join(result['noisy'])}. Is the machine busy?")
+
+
+def _figure(figure: Mapping[str, Any] | None) -> str:
+    return "" if figure is None else cell(figure)
 
 
 def cell(figure: Mapping[str, Any], digits: int = 1) -> str:

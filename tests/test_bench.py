@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,8 +20,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
+from test_gguf_tokenizer import byte_level_file
 
-from husky_mlx import bench, bench_engine, bench_report, loading, shapes
+from husky_mlx import bench, bench_engine, bench_llama_cpp, bench_report, gguf, loading, shapes
 from husky_mlx.errors import HuskyError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -581,3 +583,77 @@ def test_the_tokenizer_of_a_shape_takes_any_id_and_never_ends_a_reply():
         detokenizer.add_token(token)
     detokenizer.finalize()
     assert (detokenizer.tokens, detokenizer.last_segment) == ([0, 159], "")
+
+
+class FakeServer:
+    """What xllamacpp has, as far as the engine uses it."""
+
+    def __init__(self, parameters):
+        self.parameters = parameters
+
+    def handle_completions(self, request):
+        assert request["cache_prompt"] is False and request["ignore_eos"] is True
+        assert request["temperature"] == 0.0
+        made = request["n_predict"]
+        timings = {"prompt_n": len(request["prompt"]), "prompt_ms": 50.0, "prompt_per_second": 60.0}
+        return [{"timings": timings | {"predicted_n": made, "predicted_per_second": 70.0}}]
+
+
+@pytest.fixture
+def fake_llama_cpp(monkeypatch):
+    def parameters():
+        return SimpleNamespace(
+            model=SimpleNamespace(),
+            cpuparams=SimpleNamespace(),
+            cpuparams_batch=SimpleNamespace(),
+        )
+
+    module = SimpleNamespace(CommonParams=parameters, Server=FakeServer)
+    monkeypatch.setitem(sys.modules, "xllamacpp", module)
+    monkeypatch.setattr(bench_llama_cpp, "version", lambda name: "1.2")
+
+
+def llama_cpp_settings(model, **changes):
+    return {"model": str(model), "config": None, "temp": 0.0, **changes}
+
+
+def test_llama_cpp_reads_the_same_file_and_counts_its_own_tokens(fake_llama_cpp, tmp_path):
+    path = byte_level_file(tmp_path / "a.gguf", "llama-bpe")
+    described, run = bench_llama_cpp.open_engine(llama_cpp_settings(path))
+    assert described["vocab_size"] == gguf.read_config(path)["vocab_size"]
+    assert described["plan"].startswith("xllamacpp 1.2, ")
+    done = run({"prompt": [1, 2, 3], "generation_tokens": 5})
+    assert (done["prompt_tokens"], done["generation_tokens"]) == (3, 5)
+    assert (done["first_token_ms"], done["prefill_tps"], done["decode_tps"]) == (50.0, 60.0, 70.0)
+    assert done["peak_mb"] is None
+
+
+def test_what_llama_cpp_cannot_run_is_refused(fake_llama_cpp, folder, monkeypatch):
+    for changes in ({"config": {}}, {"temp": 0.5}):
+        with pytest.raises(HuskyError, match=r"takes a \.gguf --model and no sampling"):
+            bench_llama_cpp.open_engine(llama_cpp_settings(folder, **changes))
+    with pytest.raises(HuskyError, match=r"reads \.gguf files"):
+        bench_llama_cpp.open_engine(llama_cpp_settings(folder))
+    monkeypatch.setitem(sys.modules, "xllamacpp", None)
+    with pytest.raises(HuskyError, match=r"needs xllamacpp: pip install 'husky-mlx\[bench\]'"):
+        bench_llama_cpp.open_engine(llama_cpp_settings(folder))
+
+
+def test_figures_that_an_engine_has_not_are_left_out(capsys):
+    """And husky is compared with llama.cpp itself, not only each with mlx-lm."""
+    facts = {"model_class": "m", "plan": "p", "dtypes": [], "active_mb": 1.0, "load_s": 1.0}
+    facts |= {"target": "cpu", "machine": {"device": "d", "cores": 2, "os": "o"}, "versions": {}}
+    more = {"prompt_tokens": 3, "generation_tokens": 5}
+    trials = {
+        "husky": [trial(decode_tps=8.0, **more)] * 2,
+        "llama.cpp": [trial(decode_tps=4.0, peak_mb=None, **more)] * 2,
+    }
+    settings = {"model": "m", "config": None, "num_trials": 2, "temp": 0.0}
+    cold = {name: done[0] for name, done in trials.items()}
+    result = bench_report.report(settings, dict.fromkeys(trials, facts), cold, trials)
+    assert list(result["ratios"]) == ["husky / llama.cpp"]
+    assert result["ratios"]["husky / llama.cpp"]["decode_tps"]["median"] == 2.0
+    assert "peak_mb" not in result["ratios"]["husky / llama.cpp"]
+    bench_report.print_table(result)
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("peak MLX memory")]
+    assert line.split() == ["peak", "MLX", "memory,", "MB", "1.0", "(1.0", "to", "1.0)"]

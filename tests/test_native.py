@@ -363,7 +363,7 @@ def test_buffers_of_another_kind_are_refused():
     turned = mx.zeros((1, 2, 16, 8)).swapaxes(2, 3)
     for pair, message in [
         ((good, half), "float16"),
-        ((good, mx.zeros((1, 3, 8, 16))), r"\(1, 2, capacity, 16\)"),
+        ((good, mx.zeros((1, 3, 8, 16))), r"\(more than 0, 2, at least 0, 16\)"),
         ((good, shorter), "beside values"),
         ((good, turned), "row order"),
     ]:
@@ -371,6 +371,9 @@ def test_buffers_of_another_kind_are_refused():
             program.buffers([(good, good), pair])
     with pytest.raises(ValueError, match="1 layers"):
         program.buffers([(good, good)])
+    for place in ({"sequence": 1}, {"skip": 9}):
+        with pytest.raises(ValueError, match="more than"):
+            program.buffers([(good, good)] * 2, **place)
 
 
 def test_formats_that_it_does_not_take_are_named():

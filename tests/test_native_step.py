@@ -122,7 +122,9 @@ def test_rings_of_a_bounded_cache_and_of_a_window(native):
     wanted = theirs(stock, LONG, 40, prompt_cache=rings)
     assert tokens(model, LONG, 40, model.make_cache(max_kv_size=32)) == wanted
     assert model.plan.counts["native"] > 30
-    model, stock = models({**FIX_A, **WINDOW, "layer_types": ["sliding_attention"] * 2})
+    model, stock = models(
+        {**FIX_A, **WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+    )
     assert tokens(model, LONG[:20], 30) == theirs(stock, LONG[:20], 30)
     assert model.plan.counts["native"] > 25
 

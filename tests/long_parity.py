@@ -13,7 +13,11 @@ bfloat16 choice is not the float32 one is counted beside it.
 
 from __future__ import annotations
 
+import os
 import sys
+
+# Of two engines with float arithmetic: the frozen step, or with "exact" the native program.
+os.environ.setdefault("HUSKY_NATIVE", "0")
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step

@@ -648,7 +648,7 @@ def test_figures_that_an_engine_has_not_are_left_out(capsys):
         "husky": [trial(decode_tps=8.0, **more)] * 2,
         "llama.cpp": [trial(decode_tps=4.0, peak_mb=None, **more)] * 2,
     }
-    settings = {"model": "m", "config": None, "num_trials": 2, "temp": 0.0}
+    settings = {**SETTINGS, "config": None, "num_trials": 2}
     cold = {name: done[0] for name, done in trials.items()}
     result = bench_report.report(settings, dict.fromkeys(trials, facts), cold, trials)
     assert list(result["ratios"]) == ["husky / llama.cpp"]

@@ -67,6 +67,9 @@ class CacheBuffers:
     next_place: NextPlace | None = None
     _keys: mx.array | None = None
     _values: mx.array | None = None
+    # How often somebody was handed the buffers, who may have written them since with MLX: the
+    # Python object is the same then, its memory is not.
+    shown: int = 0
     _owned: bool = False
     _exposed: int = 0
 
@@ -194,3 +197,4 @@ class CacheBuffers:
         if self._keys is not None:
             self.settle()
             self._exposed = max(self._exposed, self.rows())
+            self.shown += 1

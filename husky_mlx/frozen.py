@@ -79,11 +79,11 @@ class Frozen:
             adopt(caches)
             taken = takes(tokens, caches)
         rows, length = tokens.shape
-        if self._native_wanted and native_step.takes(tokens, caches):
+        if self._native_wanted and native_step.takes(tokens, caches, self._windows):
             self._check_memory(model, rows, length, caches)
             if (native := self._native_for(model, length > 1 or caches[0].empty())) is not None:
                 return native
-        prompt = not taken and self.has_prefill() and takes_prompt(tokens, caches)
+        prompt = not taken and self._step_has_prefill() and takes_prompt(tokens, caches)
         self._check_memory(model, rows, length, caches)
         fits = prompt or (taken and self._fit(caches))
         # Asked for last: to look at the keys is to wait for the step that is under way.
@@ -127,6 +127,9 @@ class Frozen:
         is built."""
         if self._native_wanted:
             return self._native is not None or self._stale()
+        return self._step_has_prefill()
+
+    def _step_has_prefill(self) -> bool:
         if self.plan.eager_reason is not None:
             return False
         if self._step is None:

@@ -7,13 +7,15 @@ sequence, so that the rows of a batch go one by one.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
 
 from husky_mlx import device
+from husky_mlx.buffers import check_layout
 from husky_mlx.cache import BatchKVCache, KVCache, RotatingKVCache
 from husky_mlx.native import Program
 from husky_mlx.native.buffers import Buffers
@@ -34,10 +36,10 @@ def wanted() -> bool:
     return device.target() == "cpu" and not off and not eager
 
 
-def takes(tokens: mx.array, caches: Sequence[Any]) -> bool:
+def takes(tokens: mx.array, caches: Sequence[Any], windows: Mapping[int, int]) -> bool:
     """Whether a call is one for the program: (1, L) tokens behind caches of ours that keep all, or
-    one token a row behind any of ours that hold something. Its tokens must be numbers already, not
-    those of a function that is being traced."""
+    one token a row behind any of ours that hold something, in rings no wider than the ``windows``
+    of their layers. Its tokens must be numbers already, not those of a function that is traced."""
     rows, length = tokens.shape
     first = caches[0]
     if type(first) is BatchKVCache:
@@ -45,6 +47,8 @@ def takes(tokens: mx.array, caches: Sequence[Any]) -> bool:
             type(c) is BatchKVCache and not c.empty() and c.left_padding.shape[0] == rows
             for c in caches
         )
+        # The rows before a sequence begins are nobody's.
+        fits = fits and np.array(first.offset).min() >= 0
     else:
         fits = rows == 1 and all(
             c.offset == first.offset
@@ -53,7 +57,25 @@ def takes(tokens: mx.array, caches: Sequence[Any]) -> bool:
             )
             for c in caches
         )
-    return fits and length > 0 and _evaluated(tokens)
+        fits = fits and not any(
+            type(caches[i]) is RotatingKVCache and caches[i].max_size > window
+            for i, window in windows.items()
+        )
+    numbers = mx.issubdtype(tokens.dtype, mx.integer)
+    return fits and length > 0 and numbers and _evaluated(tokens)
+
+
+class _View(NamedTuple):
+    """Buffers, and what they were made of."""
+
+    arrays: list[mx.array]
+    padding: list[int]
+    shown: int
+    buffers: list[Buffers]
+
+    def fits(self, arrays: list[mx.array], padding: list[int], shown: int) -> bool:
+        same = self.padding == padding and self.shown == shown and len(self.arrays) == len(arrays)
+        return same and all(a is b for a, b in zip(self.arrays, arrays, strict=True))
 
 
 class NativeStep:
@@ -64,7 +86,8 @@ class NativeStep:
         self._head = head
         self._plan = plan
         self._heads = program.config.num_key_value_heads, program.config.head_dim
-        self._held: tuple[list[mx.array], list[int], list[Buffers]] = [], [], []  # type: ignore[assignment]
+        # By the first layer's cache: who lets go of it frees the memory.
+        self._views: WeakKeyDictionary[Any, _View] = WeakKeyDictionary()
 
     @classmethod
     def of(cls, model: Any, head: Projections, plan: Plan) -> NativeStep:
@@ -90,7 +113,8 @@ class NativeStep:
         return mx.array(best.astype(np.uint32)), logits
 
     def _run(self, tokens: mx.array, caches: Sequence[Any], result: str) -> mx.array:
-        ids = np.array(tokens).astype(np.int64).astype(np.int32)
+        # A number that is no int32 must not become one that is a token.
+        ids = np.array(tokens).astype(np.int64).clip(-1, 2**31 - 1).astype(np.int32)
         rows, length = ids.shape
         first = caches[0]
         batched = type(first) is BatchKVCache
@@ -99,7 +123,7 @@ class NativeStep:
         for cache in caches:
             if cache.empty():
                 cache.allocate(length, *self._heads, KV_DTYPE)
-        places = [cache.begin_step(length) for cache in caches]
+        places = [self._begin(cache, length, first) for cache in caches]
         for cache, (slot, _) in zip(caches, places, strict=True):
             cache.settle()
             cache.allow_writing(slot, KV_DTYPE)
@@ -124,19 +148,37 @@ class NativeStep:
         self._plan.count("native")
         return found[0][None] if rows == 1 else mx.stack(found)
 
+    def _begin(self, cache: Any, length: int, first: Any) -> tuple[int, int]:
+        capacity = cache.capacity()
+        place = cache.begin_step(length)
+        if cache.capacity() != capacity:
+            # Layer by layer: MLX would make many copies before it lets go of what was copied.
+            self._views.pop(first, None)
+            mx.eval(cache.buffers())
+        return place
+
     def _buffers(self, caches: Sequence[Any], padding: list[int]) -> list[Buffers]:
         """The program's view of each row's keys and values, made anew when an array is another."""
         pairs = [cache.buffers() for cache in caches]
         arrays = [array for pair in pairs for array in pair]
-        known, of, made = self._held
-        same = of == padding and len(known) == len(arrays)
-        if not (same and all(a is b for a, b in zip(known, arrays, strict=True))):
+        shown = sum(cache.shown for cache in caches)
+        view = self._views.pop(caches[0], None)
+        if view is None or not view.fits(arrays, padding, shown):
+            for keys, _ in pairs:
+                self._check(keys, len(padding))
             made = [
                 self._program.buffers(pairs, sequence=row, skip=skip)
                 for row, skip in enumerate(padding)
             ]
-            self._held = arrays, padding, made
-        return made
+            view = _View(arrays, padding, shown, made)
+        self._views[caches[0]] = view
+        return view.buffers
+
+    def _check(self, keys: mx.array, rows: int) -> None:
+        """ValueError for keys of another model, or of other sequences than the call's ``rows``."""
+        check_layout(keys, *self._heads)
+        if keys.shape[0] != rows:
+            raise ValueError(f"the prompt cache holds {keys.shape[0]} sequences, the call {rows}")
 
 
 def _evaluated(tokens: mx.array) -> bool:

@@ -16,6 +16,7 @@ from mlx_lm.generate import (
     speculative_generate_step,
 )
 from mlx_lm.models.cache import (
+    BatchKVCache,
     RotatingKVCache,
     load_prompt_cache,
     make_prompt_cache,
@@ -248,3 +249,127 @@ def test_a_reply_ends_at_the_limit(native, plain_tokenizer):
     replies = list(stream_generate(model, plain_tokenizer, LONG[:40], max_tokens=100))
     assert len(replies) == 10 and replies[-1].finish_reason == "length"
     assert np.isfinite(np.array(replies[-1].logprobs)).all()
+
+
+def test_rows_that_the_reference_path_wrote_are_seen(native):
+    """It assigns items of the buffers: the same Python objects then have another memory."""
+    model, stock = models()
+    caches = [make_prompt_cache(m) for m in (model, stock)]
+    held = []
+    for start in range(0, 40, 8):
+        piece, one = mx.array([LONG[start : start + 7]]), mx.array([LONG[start + 7 : start + 8]])
+        held.append([cache.state for cache in caches[0]])
+        embedded = model.model.embed_tokens(piece)
+        model(piece, cache=caches[0], input_embeddings=embedded)
+        stock(piece, cache=caches[1])
+        found, wanted = (m(one, cache=c) for m, c in zip((model, stock), caches, strict=True))
+        assert difference(found, wanted) < 1e-4
+    assert model.plan.counts["native"] == 5 == model.plan.counts["reference"]
+
+
+def test_caches_are_freed_with_their_last_reference(native):
+    model, _ = models()
+    model(mx.array([LONG]), cache=model.make_cache())
+    before = mx.get_active_memory()
+    for _ in range(3):
+        cache = model.make_cache()
+        cache[0].expect(50_000)
+        model(mx.array([LONG]), cache=cache)
+        size = cache[0].nbytes
+        assert mx.get_active_memory() > before + 0.9 * size
+        del cache
+        assert mx.get_active_memory() < before + size / 10
+
+
+def test_a_growing_cache_is_copied_layer_by_layer(native):
+    model, _ = models({**FIX_A, "num_hidden_layers": 6})
+    cache = model.make_cache()
+    for layer in cache:
+        layer.expect(20_000)
+    model(mx.array([LONG]), cache=cache)
+    outgrown = cache[0].nbytes
+    for layer in cache:
+        layer.offset = 20_000
+    model(mx.array([[3]]), cache=cache)
+    held = mx.get_active_memory()
+    for layer in cache:
+        layer.offset = layer.capacity()
+    mx.reset_peak_memory()
+    model(mx.array([[3]]), cache=cache)
+    added = mx.get_active_memory() - held
+    assert added > 0.5 * outgrown
+    assert mx.get_peak_memory() - held < added + 2 * outgrown
+
+
+def test_a_ring_wider_than_its_layers_window_is_left_to_mlx(native):
+    """Its rows are in another order than their tokens, and more than the layer may see."""
+    config = {**FIX_A, "model_type": "mistral", "sliding_window": 8}
+    config["layer_types"] = ["sliding_attention", "full_attention"]
+    model, stock = models(config)
+    for wide, calls in ((16, 0), (8, 30)):
+        before = model.plan.counts["native"]
+        caches = [[RotatingKVCache(wide), RotatingKVCache(16)] for _ in range(2)]
+        for token in LONG[:1] + LONG[:30]:
+            found, wanted = (
+                m(mx.array([[token]]), cache=cache)
+                for m, cache in zip((model, stock), caches, strict=True)
+            )
+            assert difference(found, wanted) < 1e-4
+        assert model.plan.counts["native"] - before == calls
+
+
+def test_rows_of_a_batch_that_have_not_begun(native):
+    """The padding of a long prompt's neighbours comes in calls of one token as well."""
+    model, stock = models()
+    caches = [[BatchKVCache([0, 4]) for _ in model.layers] for _ in range(2)]
+    rows = mx.array([LONG[:12], [0] * 4 + LONG[12:20]])
+    for i in range(12):
+        found, wanted = (
+            m(rows[:, i : i + 1], cache=cache)
+            for m, cache in zip((model, stock), caches, strict=True)
+        )
+        assert difference(found[: 1 if i < 4 else 2], wanted[: 1 if i < 4 else 2]) < 1e-4
+    assert model.plan.counts["native"] > 0
+
+
+def test_calls_that_do_not_fit_are_refused_as_without_the_program(native):
+    model, _ = models()
+    cache = model.make_cache()
+    for wrong in (2**32 + 5, -(2**32) + 5, 2**63 - 1):
+        with pytest.raises(ValueError, match="outside the vocabulary"):
+            model(mx.array([[wrong]]), cache=cache)
+    cache = model.make_cache()
+    model(mx.array([LONG[:5], LONG[5:10]]), cache=cache)
+    with pytest.raises(ValueError, match="holds 2 sequences, the call 1"):
+        model(mx.array([LONG[:1]]), cache=cache)
+    other, _ = models({**FIX_A, "num_key_value_heads": 1})
+    cache = other.make_cache()
+    other(mx.array([LONG[:5]]), cache=cache)
+    with pytest.raises(ValueError, match="1 key/value heads of 16 and the model has 2 of 16"):
+        model(mx.array([LONG[:1]]), cache=cache)
+    with pytest.raises(ValueError):
+        model(mx.zeros((1, 0), mx.int32), cache=model.make_cache())
+    with pytest.raises(ValueError):
+        model(mx.array([[1.0]]), cache=model.make_cache())
+
+
+def test_a_traced_first_token_finds_its_cache_empty(native):
+    model, stock = models()
+    model(mx.array([LONG]), cache=model.make_cache())
+    cache = model.make_cache()
+    traced = mx.compile(lambda x: model(x, cache=cache))
+    assert difference(traced(mx.array([LONG[:1]])), stock(mx.array([LONG[:1]]))) < 1e-5
+
+
+def test_weights_changed_in_place_stay_as_they_were_for_the_program(native):
+    """Until the next prompt: MLX would write the product into the memory of a factor."""
+    model, _ = models(bits=16)
+    program = Program.of(model)
+    pairs = [tuple(mx.zeros((1, 2, 8, 16)) for _ in range(2)) for _ in model.layers]
+    first = np.array(program.prefill(LONG[:5], program.buffers(pairs)))
+    for _, weight in tree_flatten(model.parameters()):
+        weight *= 0
+        mx.eval(weight)
+    again = np.array(program.prefill(LONG[:5], program.buffers(pairs)))
+    assert (again == first).all() and first.any()
+    assert not np.array(Program.of(model).prefill(LONG[:5], program.buffers(pairs))).any()

@@ -66,7 +66,8 @@ class Program:
         self.threads = min(threads or available_cores(), _MOST_THREADS)
         self.block = block_tokens(config)
         self._forward = _library(path).husky_forward
-        self._memory = [None if array is None else memory_of(array) for array in arrays]
+        # Of handles: who changes a weight in place must neither free nor write what is read here.
+        self._memory = [None if array is None else memory_of(array[...]) for array in arrays]
         self._addresses = np.array(
             [0 if memory is None else memory.ctypes.data for memory in self._memory], np.uint64
         )

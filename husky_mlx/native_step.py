@@ -95,7 +95,7 @@ class NativeStep:
         exact = os.environ.get("HUSKY_NATIVE") == "exact"
         program = Program.of(model, kv_dtype=KV_DTYPE, exact=exact)
         threads = f"{program.threads} thread{'s' if program.threads > 1 else ''}"
-        arithmetic = "float activations" if exact else "8-bit activations in groups of 32"
+        arithmetic = "float activations" if exact else "16-bit integer activations in groups of 32"
         plan.native = f"native program, {threads}, {arithmetic}"
         return cls(program, head, plan)
 

@@ -250,8 +250,7 @@ def test_float32_logits_against_float64():
 
 @pytest.mark.parametrize("name", ["4 bit", "8 bit, tied, odd vocabulary"])
 def test_integer_activations_stay_near_the_float_ones(name):
-    """Each product is off by half a step of 127 at most; these are the models' two layers of them,
-    whose weights are noise and average less out than trained ones do."""
+    """Each product is off by half a step of 32512 at most."""
     variant = VARIANTS[name]
     prompt = tokens_of(120)
     logits = {}
@@ -259,26 +258,7 @@ def test_integer_activations_stay_near_the_float_ones(name):
         program = program_of(variant, exact=exact)
         logits[exact] = np.array(program.prefill(prompt, new_buffers(program), wanted="all"))
     difference = logits[False] - logits[True]
-    assert 1e-5 < np.sqrt((difference**2).mean()) / logits[True].std() < 0.02
-    agreement = (logits[False].argmax(-1) == logits[True].argmax(-1)).mean()
-    assert agreement > 0.95
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_the_head_takes_nearly_16_bits(bits):
-    """Layers that add nothing leave the head's error alone: 8 bits would be off by 3e-3."""
-    model = native_model(Variant({}, bits=bits))
-    for layer in model.layers:
-        for module in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            module.scales, module.biases = (mx.zeros_like(module.scales) for _ in range(2))
-    logits = []
-    for exact in (True, False):
-        program = Program.of(model, exact=exact, threads=2)
-        buffers = new_buffers(program)
-        rows = program.prefill(PROMPT, buffers, wanted="all")
-        logits.append(np.concatenate([rows, program.decode(7, buffers, len(PROMPT))]))
-    assert (logits[0] != logits[1]).any()
-    assert_near(logits[1], logits[0], 3e-5)
+    assert 1e-7 < np.sqrt((difference**2).mean()) / logits[True].std() < 1e-4
 
 
 @pytest.mark.parametrize("threads", [1, 3, 7])

@@ -43,7 +43,6 @@ struct Arena {
     float* cosines;   // (BLOCK, D / 2)
     float* sines;
     Activations<HIDDEN> normed;
-    Activations<HIDDEN> rest;
     Activations<QUERY_SIZE> attended;
     Activations<INTERMEDIATE> gated;
 
@@ -54,7 +53,6 @@ struct Arena {
           cosines(carver.floats((int64_t)BLOCK * (D / 2))),
           sines(carver.floats((int64_t)BLOCK * (D / 2))),
           normed(carver.activations<HIDDEN>(BLOCK)),
-          rest(carver.activations<HIDDEN>(BLOCK)),
           attended(carver.activations<QUERY_SIZE>(BLOCK)),
           gated(carver.activations<INTERMEDIATE>(BLOCK)) {}
   };
@@ -66,7 +64,6 @@ struct Arena {
     float* out;  // (BLOCK, OUT_STRIDE)
     float* attention;
     Activations<HIDDEN> normed;
-    Activations<HIDDEN> rest;
     Activations<QUERY_SIZE> attended;
 
     explicit Private(Carver& carver)
@@ -74,7 +71,6 @@ struct Arena {
           out(carver.floats((int64_t)BLOCK * OUT_STRIDE)),
           attention(carver.floats(Attend::scratch_floats())),
           normed(carver.activations<HIDDEN>(1)),
-          rest(carver.activations<HIDDEN>(1)),
           attended(carver.activations<QUERY_SIZE>(1)) {}
   };
 

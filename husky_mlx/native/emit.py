@@ -68,7 +68,7 @@ def block_tokens(config: LlamaConfig) -> int:
 def emit(config: LlamaConfig, formats: ModelFormat, kv_dtype: mx.Dtype, exact: bool = False) -> str:
     """The translation unit for a model whose KV buffers hold ``kv_dtype``.
 
-    ``exact``: activations stay floats; otherwise they are quantised to 8 bit where they meet
+    ``exact``: activations stay floats; otherwise they are quantised to 16 bit where they meet
     quantised weights.
     """
     kinds = list(dict.fromkeys(formats.layers))

@@ -270,20 +270,15 @@ class Forward {
     });
   }
 
-  // Quantised weights take the activations in two parts: a third of what 8 bits changed in the
-  // logits came from here (SmolLM2, 2026-11), where reading the weights takes longer than a second
-  // product with them.
   void head(int first) {
     using M = typename Shape::Head;
-    constexpr int LAYOUTS = LAYOUT<M>;
     const int tokens = call_.wanted, from = tokens == 1 ? 0 : first;
     const auto weight = static_cast<const typename Shape::FinalNorm*>(weights_.final_norm());
     const auto& normed = tokens == 1 ? own_.normed : shared_.normed;
-    const auto& rest = tokens == 1 ? own_.rest : shared_.rest;
     const auto prepare = [&](int token) {
       const float* x = shared_.x + (int64_t)(first + token) * HIDDEN;
       rms_norm(x, weight, HIDDEN, Shape::EPS, normed.row(from + token));
-      if constexpr (LAYOUTS != FLOATS) normed.template quantise<LAYOUTS>(from + token, rest);
+      normed.template quantise<LAYOUT<M>>(from + token);
     };
     if (tokens == 1)
       prepare(0);
@@ -291,15 +286,8 @@ class Forward {
       pool_.each(tokens, prepare);
     pool_.each((M::ROWS + UNIT - 1) / UNIT, [&](int unit) {
       const int row = unit * UNIT, rows = M::ROWS - row < UNIT ? M::ROWS - row : UNIT;
-      float* out = own_.out;
-      product<M>(weights_.head(), row, rows, normed, from, tokens, out, UNIT);
-      if constexpr (LAYOUTS != FLOATS) {
-        float* more = out + (int64_t)tokens * UNIT;
-        multiply<M, true>(weights_.head(), row, rows, rest, from, tokens, own_.unpacked, more,
-                          UNIT);
-        for (int i = 0; i < tokens * UNIT; i += LANES)
-          store_floats(out + i, load_floats(out + i) + load_floats(more + i));
-      }
+      const float* out =
+          product<M>(weights_.head(), row, rows, normed, from, tokens, own_.out, UNIT);
       for (int t = 0; t < tokens; ++t)
         std::memcpy(call_.logits + (int64_t)t * M::ROWS + row, out + t * UNIT,
                     rows * sizeof(float));

@@ -169,7 +169,7 @@ inline int32_t sum(Ints v) {
   return reduce(v, [](Ints a, Ints b) { return a + b; })[0];
 }
 
-// Each lane holds four bytes: weights 0 to 2^BITS - 1 and activations -127 to 127. Adds their dot
+// Each lane holds four bytes: weights 0 to 2^BITS - 1 and activations -128 to 127. Adds their dot
 // product, exactly.
 template <int BITS>
 inline Ints dot4(Ints total, Words weights, Words activations) {

@@ -84,6 +84,20 @@ inline int group_offset(int group) {
   return group / IN_BLOCK * SPLIT_BLOCK + group % IN_BLOCK * (GROUP / 2);
 }
 
+// The dot products of one group's codes with one of the bytes of its activations.
+template <int TOKENS, typename M, typename X>
+inline void add_dots(const Words* codes, const int8_t* from, Ints* dots) {
+#pragma GCC unroll 8
+  for (int quad = 0; quad < GROUP / 4; ++quad) {
+    const Words weights = codes[quad];
+#pragma GCC unroll 12
+    for (int t = 0; t < TOKENS; ++t) {
+      const uint32_t four = load<uint32_t>(from + t * X::STRIDE + quad_offset<M>(quad));
+      dots[t] = dot4<M::BITS>(dots[t], weights, splat(four));
+    }
+  }
+}
+
 template <int TOKENS, typename M, typename X>
 inline void integer_tile(const Unpacked<M>& tile, const X& x, int token, float* out, int stride) {
   const int8_t* bytes = (M::BITS == 4 ? x.split : x.natural) + (int64_t)token * X::STRIDE;
@@ -94,15 +108,10 @@ inline void integer_tile(const Unpacked<M>& tile, const X& x, int token, float* 
     const int8_t* from = bytes + group_offset<M>(group);
     const Words* codes = tile.codes + group * (GROUP / 4);
     Ints dots[TOKENS] = {};
-#pragma GCC unroll 8
-    for (int quad = 0; quad < GROUP / 4; ++quad) {
-      const Words weights = codes[quad];
+    add_dots<TOKENS, M, X>(codes, from, dots);
 #pragma GCC unroll 12
-      for (int t = 0; t < TOKENS; ++t) {
-        const uint32_t four = load<uint32_t>(from + t * X::STRIDE + quad_offset<M>(quad));
-        dots[t] = dot4<M::BITS>(dots[t], weights, splat(four));
-      }
-    }
+    for (int t = 0; t < TOKENS; ++t) dots[t] <<= 8;
+    add_dots<TOKENS, M, X>(codes, from + x.low, dots);
     const Floats scale = tile.scales[group * GROUP / M::GROUP];
     const Floats bias = tile.biases[group * GROUP / M::GROUP];
 #pragma GCC unroll 12

@@ -10,7 +10,7 @@ namespace detail {
 
 template <typename M, int GROUPS, typename T, int... J>
 inline void add_groups(const uint32_t* words, const T* scales, const T* biases, const int8_t* x,
-                       Floats x_scale, Floats x_sum, Floats& total,
+                       int64_t low, Floats x_scale, Floats x_sum, Floats& total,
                        std::integer_sequence<int, J...>) {
   constexpr int SCALES = GROUPS * GROUP / M::GROUP;
   constexpr int LANES_A_GROUP = GROUP * M::BITS / 32;
@@ -28,11 +28,15 @@ inline void add_groups(const uint32_t* words, const T* scales, const T* biases, 
       const Words codes = LEFT >= 4 * LANES ? load<Words>(from) : load_some<Words>(from, LEFT);
       Ints dots{};
       if constexpr (M::BITS == 4) {
+        const Words even = codes & 0x0f0f0f0fu, odd = codes >> 4 & 0x0f0f0f0fu;
         const int8_t* both = x + VECTOR * SPLIT_BLOCK;
-        dots = dot4<4>(dots, codes & 0x0f0f0f0fu, load<Words>(both));
-        dots = dot4<4>(dots, codes >> 4 & 0x0f0f0f0fu, load<Words>(both + SPLIT_BLOCK / 2));
+        dots = dot4<4>(dots, even, load<Words>(both));
+        dots = dot4<4>(dots, odd, load<Words>(both + SPLIT_BLOCK / 2)) << 8;
+        dots = dot4<4>(dots, even, load<Words>(both + low));
+        dots = dot4<4>(dots, odd, load<Words>(both + low + SPLIT_BLOCK / 2));
       } else {
-        dots = dot4<8>(dots, codes, load<Words>(x + VECTOR * 4 * LANES));
+        dots = dot4<8>(dots, codes, load<Words>(x + VECTOR * 4 * LANES)) << 8;
+        dots = dot4<8>(dots, codes, load<Words>(x + low + VECTOR * 4 * LANES));
       }
       total += convert<Floats>(dots) * spread<LANES_A_GROUP, VECTOR * LANES / LANES_A_GROUP>(scale);
     }
@@ -52,8 +56,8 @@ inline Floats integer_row(const Tensor& tensor, int row, const X& x, int token) 
   const float* x_sum = x.sum + (int64_t)token * X::GROUP_STRIDE;
   Floats total{};
   for (int chunk = 0; chunk < WHOLE; ++chunk) {
-    add_groups<M, LANES>(words, scales, biases, bytes, load_floats(x_scale), load_floats(x_sum),
-                         total, Vectors{});
+    add_groups<M, LANES>(words, scales, biases, bytes, x.low, load_floats(x_scale),
+                         load_floats(x_sum), total, Vectors{});
     words += LANES * M::BITS;
     scales += LANES * GROUP / M::GROUP;
     biases += LANES * GROUP / M::GROUP;
@@ -62,8 +66,8 @@ inline Floats integer_row(const Tensor& tensor, int row, const X& x, int token) 
     x_sum += LANES;
   }
   if constexpr (LEFT > 0)
-    add_groups<M, LEFT>(words, scales, biases, bytes, load_floats(x_scale), load_floats(x_sum),
-                        total, Vectors{});
+    add_groups<M, LEFT>(words, scales, biases, bytes, x.low, load_floats(x_scale),
+                        load_floats(x_sum), total, Vectors{});
   return total;
 }
 

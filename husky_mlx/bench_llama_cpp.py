@@ -1,7 +1,7 @@
 """llama.cpp as an engine of ``husky bench``: the same GGUF file through the package xllamacpp.
 
-Its figures are its own timings: the prompt's evaluation, then all generated tokens over the time
-after that, which counts one token more than the other engines' do.
+Its figures are from its own timings: the prompt's evaluation, then the tokens after the first over
+the time after that.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-from husky_mlx import gguf, sources
+from husky_mlx import device, gguf, sources
 from husky_mlx.errors import HuskyError
 from husky_mlx.native.cores import available_cores
 
 INSTALL = "pip install 'husky-mlx[bench]' brings the version that the figures here are made with"
-BATCH = 2048  # tokens that llama.cpp evaluates at once, its own default
 
 
 def open_engine(specification: dict) -> tuple[dict, Callable[[dict], dict]]:
@@ -29,6 +28,8 @@ def open_engine(specification: dict) -> tuple[dict, Callable[[dict], dict]]:
         import xllamacpp
     except ImportError as error:
         raise HuskyError(f"the engine llama.cpp needs xllamacpp: {INSTALL}") from error
+    if device.target() != "cpu":
+        raise HuskyError("the engine llama.cpp runs on the CPU: compare it with MLX's CPU build")
     if specification["config"] is not None or specification["temp"] > 0:
         raise HuskyError("the engine llama.cpp takes a .gguf --model and no sampling")
     path = sources.resolve(specification["model"], notify=print)
@@ -51,7 +52,7 @@ def open_engine(specification: dict) -> tuple[dict, Callable[[dict], dict]]:
         return {
             "first_token_ms": timings["prompt_ms"],
             "prefill_tps": timings["prompt_per_second"],
-            "decode_tps": timings["predicted_per_second"],
+            "decode_tps": (timings["predicted_n"] - 1) / timings["predicted_ms"] * 1e3,
             "total_s": time.perf_counter() - started,
             "peak_mb": None,
             "prompt_tokens": timings["prompt_n"],

@@ -42,8 +42,15 @@ def check_limit(rows: int, limit: int | None) -> None:
         raise ContextLimitError(f"{rows} tokens do not fit max_context={limit}")
 
 
-def check_layout(buffer: mx.array, kv_heads: int, head_dim: int) -> None:
-    """Raise ValueError for a KV buffer (B, kv_heads, capacity, head_dim) of other heads."""
+def check_layout(
+    buffer: mx.array, kv_heads: int, head_dim: int, sequences: int | None = None
+) -> None:
+    """Raise ValueError for a KV buffer (B, kv_heads, capacity, head_dim) of other heads, or of
+    another B than ``sequences``."""
+    if sequences not in (None, buffer.shape[0]):
+        raise ValueError(
+            f"the prompt cache holds {buffer.shape[0]} sequences, the call {sequences}"
+        )
     found = (buffer.shape[1], buffer.shape[3])
     if found != (kv_heads, head_dim):
         raise ValueError(

@@ -4,7 +4,7 @@ MLX compiles a custom kernel anew in every process: 1.5 s each on an H200's host
 headers that ours do not read. It keeps its own kernels as files, though, and looks there for every
 kernel, by name and a hash of its text. So ours are compiled here, in a fifth of a second each, and
 put there. ``mx.fast.precompiled_cuda_kernel`` would take them too, but MLX hashes those 10 to 30 KB
-at every launch. Whatever goes wrong here, MLX finds no file and compiles.
+at every launch. Where ours cannot be compiled or kept, MLX finds no file and compiles.
 """
 
 from __future__ import annotations

@@ -79,7 +79,9 @@ class Frozen:
             adopt(caches)
             taken = takes(tokens, caches)
         rows, length = tokens.shape
-        if self._native_wanted and native_step.takes(tokens, caches, self._windows):
+        # A model without a program must not wait for tokens that are still computed.
+        may = self._native_wanted and (self._native is not None or self._stale())
+        if may and native_step.takes(tokens, caches, self._windows):
             self._check_memory(model, rows, length, caches)
             if (native := self._native_for(model, length > 1 or caches[0].empty())) is not None:
                 return native
@@ -207,7 +209,7 @@ class Frozen:
         if self._native_wanted:
             try:
                 self._native = NativeStep.of(model, weights.head, self.plan)
-            except NativeError as error:
+            except (NativeError, ValueError) as error:
                 self.plan.notes += [str(error)]
         self._built_from, self._step_revision = Snapshot.of(model), revision
 

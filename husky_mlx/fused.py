@@ -149,9 +149,9 @@ class FusedGraph:
         """(B, L) tokens -> the last residual (B * L, hidden), and the next places."""
         self.plan.count("traces")
         eps, platform = self.config.rms_norm_eps, self.platform
-        length = tokens.shape[1]
+        rows, length = tokens.shape
         for buffer in (*keys, *values):
-            check_layout(buffer, self.config.num_key_value_heads, self.config.head_dim)
+            check_layout(buffer, self.config.num_key_value_heads, self.config.head_dim, rows)
         x, following = embed_kernel(
             tokens.reshape(-1), before, places[0], length, self.weights.embedding, platform
         )

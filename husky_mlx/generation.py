@@ -89,7 +89,8 @@ def stream_generate(
     max_kv_size = kwargs.pop("max_kv_size", None)
     if kwargs.get("prompt_cache") is None and draft_model is None:
         kwargs["prompt_cache"] = model.make_cache(max_kv_size)
-    if _is_greedy(draft_model, kwargs) and model.plan.eager_reason is None:
+    fast = model.plan.eager_reason is None or model.plan.native is not None
+    if fast and _is_greedy(draft_model, kwargs):
         responses = _greedy_responses(model, tokenizer, tokens, max_tokens, stream, **kwargs)
     else:
         responses = stock_stream_generate(

@@ -45,9 +45,11 @@ def choose_graph(config: LlamaConfig, weights: StepWeights, plan: Plan) -> StepG
     plan.kernels, plan.launches = "fused kernels", launch_lines(made, platform)
     graph = FusedGraph(config, made, plan, platform, self_test)
     if self_test.prompts_pass(functools.partial(Prefill, config, platform)):
-        first_row = write_out_from(platform.chip, made.layers[0].gate_up.bits)
+        first_row = functools.partial(write_out_from, platform.chip)
         graph.prefill = Prefill(config, platform, weights, made, plan, first_row)
         plan.prefill = "fused projections, kernels between them"
-        if first_row is not None:
-            plan.prefill += f", matrices written out from {first_row} rows on"
+        widest = made.layers[0].gate_up
+        rows = first_row(widest.rows * widest.columns)
+        if rows is not None and widest.bits < 16:
+            plan.prefill += f", the largest matrices written out from {rows} rows on"
     return graph

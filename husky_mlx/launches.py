@@ -11,7 +11,7 @@ from husky_mlx.ops.gemv import Platform, gemv_tile
 from husky_mlx.policy import policy
 from husky_mlx.tiles import AttentionShape, AttentionTile
 
-_NORMED = {"rms_qkv_rope_append": "qkv", "rms_gate_up_swiglu": "gate_up"}
+_NORMED = frozenset({"rms_qkv_rope_append", "rms_gate_up_swiglu"})
 _LAYER = {
     "rms_qkv_rope_append": "qkv",
     "o_proj_add": "o_proj",

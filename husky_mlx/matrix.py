@@ -49,6 +49,8 @@ def matrix_of(source: Projections) -> Matrix | str:
         return f"{source.mode} weights"
     if bits not in KERNEL_BITS or group_size not in KERNEL_GROUP_SIZES:
         return f"{bits} bit weights in groups of {group_size}"
+    if source.bias is not None and source.bias.dtype != dtype:
+        return f"a bias of {source.bias.dtype} beside {dtype}"
     rows, words = source.weight.shape
     columns = words * 32 // bits if quantized else words
     if columns % 32:

@@ -165,7 +165,7 @@ class NativeStep:
         view = self._views.pop(caches[0], None)
         if view is None or not view.fits(arrays, padding, shown):
             for keys, _ in pairs:
-                self._check(keys, len(padding))
+                check_layout(keys, *self._heads, len(padding))
             made = [
                 self._program.buffers(pairs, sequence=row, skip=skip)
                 for row, skip in enumerate(padding)
@@ -173,12 +173,6 @@ class NativeStep:
             view = _View(arrays, padding, shown, made)
         self._views[caches[0]] = view
         return view.buffers
-
-    def _check(self, keys: mx.array, rows: int) -> None:
-        """ValueError for keys of another model, or of other sequences than the call's ``rows``."""
-        check_layout(keys, *self._heads)
-        if keys.shape[0] != rows:
-            raise ValueError(f"the prompt cache holds {keys.shape[0]} sequences, the call {rows}")
 
 
 def _evaluated(tokens: mx.array) -> bool:

@@ -16,12 +16,13 @@ class NvrtcError(RuntimeError):
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiler's library, or None where there is none."""
-    # MLX has loaded one already, which the system then knows by its name.
     names = [f"libnvrtc.so.{major}" for major in (13, 12)]
-    names += [str(path) for root in _packages() for path in root.rglob("libnvrtc.so.*")]
-    for name in names:
+    files = [str(path) for root in _packages() for path in root.rglob("libnvrtc.so.*")]
+    # The one that MLX has loaded, if it has: another one's code may be too new for the driver.
+    loaded = [(name, os.RTLD_NOLOAD | os.RTLD_NOW) for name in names]
+    for name, mode in [*loaded, *((name, ctypes.DEFAULT_MODE) for name in files + names)]:
         try:
-            return ctypes.CDLL(name)
+            return ctypes.CDLL(name, mode)
         except OSError:
             continue
     return None

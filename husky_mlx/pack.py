@@ -101,14 +101,14 @@ def fuse(
     rows = tuple(module.weight.shape[0] for module in modules)
     first = modules[0]
     names = [name for name in _ROW_PARAMETERS if name in first and first[name] is not None]
-    arrays = [mx.concatenate([module[name] for module in modules]) for name in names]
     dtype = first.scales.dtype if "scales" in names else first.weight.dtype
     # The scales of the mx formats are bytes, and no kernel takes those.
     fits = norm is not None and mx.issubdtype(dtype, mx.floating)
-    norms = [norm.astype(dtype)] if fits else []  # type: ignore[union-attr]
-    buffer, joined = join([*arrays, *norms, *more])
+    norms = [[norm.astype(dtype)]] if fits else []  # type: ignore[union-attr]
+    arrays = [[module[name] for module in modules] for name in names]
+    buffer, joined = join([*arrays, *norms, *([array] for array in more)])
     parameters: dict[str, mx.array | None] = dict.fromkeys(_ROW_PARAMETERS)
-    parameters.update(zip(names, joined, strict=False))
+    parameters.update(zip(names, joined[: len(names)], strict=True))
     for name in names:
         whole, start = parameters[name], 0
         views = []
@@ -197,7 +197,7 @@ def pack(model: nn.Module, frequencies: mx.array) -> StepWeights:
         }
         layers.append(LayerWeights(input_norm=norms["qkv"], post_norm=norms["gate_up"], **groups))
     embedding, norm = model.model.embed_tokens, model.model.norm.weight
-    table = fuse([embedding], norm)
+    table = fuse([embedding], norm if model.args.tie_word_embeddings else None)
     if not model.args.tie_word_embeddings:
         head = fuse([model.lm_head], norm)
     elif isinstance(table, Separate):

@@ -7,7 +7,7 @@ and multiplied as such. The projections of a layer that share an input are one p
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -42,9 +42,10 @@ class Prefill:
         weights: StepWeights,
         matrices: FusedWeights,
         plan: Plan,
-        written_out_from: int | None,
+        written_out_from: Callable[[int], int | None],
     ):
-        """``written_out_from``: rows of x from which quantized matrices are, None for never."""
+        """``written_out_from``: rows of x from which a quantized matrix of so many values is
+        written out, None for never."""
         self._config = config
         self._weights = weights
         self._matrices = matrices
@@ -55,7 +56,7 @@ class Prefill:
     def logits(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """(1, L) token ids -> logits (1, L, vocabulary); each cache gains L rows."""
         x = self._residual(tokens, caches, last=False)
-        normed = mx.fast.rms_norm(x, self._weights.norm, self._config.rms_norm_eps)
+        normed = self._norm(x, self._matrices.head)
         return self._multiply(self._weights.head, self._matrices.head, normed)[None]
 
     def greedy(self, tokens: mx.array, caches: Sequence[Any]) -> tuple[mx.array, mx.array]:
@@ -80,8 +81,8 @@ class Prefill:
             zip(self._weights.layers, self._matrices.layers, strict=True)
         ):
             keys, values = caches[i].buffers()
-            check_layout(keys, heads.kv_heads, heads.head_dim)
-            normed = mx.fast.rms_norm(x, layer.input_norm, config.rms_norm_eps)
+            check_layout(keys, heads.kv_heads, heads.head_dim, sequences=1)
+            normed = self._norm(x, matrices.qkv)
             qkv = self._multiply(layer.qkv, matrices.qkv, normed)
             queries = rope_append_kernel(
                 qkv, matrices.qkv, heads, keys, values, place, self._platform
@@ -99,7 +100,7 @@ class Prefill:
             attended = attended.swapaxes(1, 2).reshape(x.shape[0], -1)
             x = x + self._multiply(layer.o_proj, matrices.o_proj, attended)
             waiting.add(x, self._written_out(length, matrices.qkv, matrices.o_proj))
-            normed = mx.fast.rms_norm(x, layer.post_norm, config.rms_norm_eps)
+            normed = self._norm(x, matrices.gate_up)
             gate_up = self._multiply(layer.gate_up, matrices.gate_up, normed)
             activated = swiglu_kernel(gate_up, self._platform)
             x = x + self._multiply(layer.down_proj, matrices.down_proj, activated)
@@ -121,6 +122,10 @@ class Prefill:
         cache.allow_writing(slot[0], dtype)
         return slot
 
+    def _norm(self, x: mx.array, matrix: Matrix) -> mx.array:
+        """RMS norm by the weights beside a matrix: in its dtype, whatever the checkpoint's is."""
+        return mx.fast.rms_norm(x, matrix.norm, self._config.rms_norm_eps)
+
     def _multiply(self, fused: Projections, matrix: Matrix, x: mx.array) -> mx.array:
         """x (L, in) times the whole matrix -> (L, out)."""
         assert isinstance(fused, Fused)  # others make no Matrix
@@ -131,9 +136,13 @@ class Prefill:
 
     def _written_out(self, rows: int, *matrices: Matrix) -> int:
         """Bytes that the matrices take written out for ``rows`` rows of x; 0 where they are not."""
-        if self._written_out_from is None or rows < self._written_out_from:
-            return 0
-        return sum(m.rows * m.columns * m.dtype.size for m in matrices if m.bits < 16)
+        held = 0
+        for matrix in matrices:
+            values = matrix.rows * matrix.columns
+            first = self._written_out_from(values) if matrix.bits < 16 else None
+            if first is not None and rows >= first:
+                held += values * matrix.dtype.size
+        return held
 
 
 class _Waiting:

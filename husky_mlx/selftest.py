@@ -32,13 +32,17 @@ from husky_mlx.policy import policy
 from husky_mlx.prefill import Prefill
 from husky_mlx.tiles import AttentionShape
 
-PrefillMaker = Callable[[StepWeights, FusedWeights, Plan, int | None], Prefill]
+PrefillMaker = Callable[[StepWeights, FusedWeights, Plan, Callable[[int], int | None]], Prefill]
 
 STEPS = 8
 START = 2  # rows that are there before
 LONGEST = 16384  # capacity up to which a split of the context is looked for
 
 CHAIN = 12  # layers, one after the other
+_TESTED_MODULES = (
+    *("policy", "tiles", "layout", "pack", "matrix", "places", "fused", "prefill"),
+    *("kernels", "kernel_source", "cuda_source", "cuda_binary"),
+)
 
 # Error over size, in Euclidean norms. It has to sit between what two right computations differ by
 # and what one wrong row of the eight does, sqrt(1/8) = 0.35. By itself a layer in bfloat16 differs
@@ -79,7 +83,7 @@ class SelfTest:
         problem = self._verdict(of, "the fused kernels are off, replies are slower", problems)
         if problem is not None:
             self.twin.plan.kernels = f"plain MLX operations (self-test: {problem})"
-            self.twin.plan.launches = []
+            self.twin.plan.launches, self.twin.plan.prefill = [], "plain MLX operations"
             return False
         self._passed.add((rows, batched))
         return True
@@ -89,9 +93,9 @@ class SelfTest:
         builds the prefill to be tested."""
 
         def problems() -> Iterator[str | None]:
-            for written_out_from in (None, 1):
+            for first_row in (None, 1):
                 for layer in self._one_of_each_format():
-                    yield self._prompt_difference(make, [layer], written_out_from)
+                    yield self._prompt_difference(make, [layer], first_row)
 
         off = "the kernels for prompts are off, first tokens are slower"
         return self._verdict("prompts", off, problems) is None
@@ -177,7 +181,7 @@ class SelfTest:
         return problem
 
     def _prompt_difference(
-        self, make: PrefillMaker, layers: list[int], written_out_from: int | None
+        self, make: PrefillMaker, layers: list[int], first_row: int | None
     ) -> str | None:
         """The same for a prompt that goes on after a few rows, against the twin's steps."""
         _, twin = self._graphs(layers)
@@ -185,7 +189,7 @@ class SelfTest:
         plan = copy.deepcopy(self.twin.plan)
         weights = replace(self.twin.weights, layers=[self.twin.weights.layers[i] for i in layers])
         matrices = replace(self._weights, layers=[self._weights.layers[i] for i in layers])
-        prefill = make(weights, matrices, plan, written_out_from)
+        prefill = make(weights, matrices, plan, lambda values: first_row)
         tokens = self._tokens(STEPS)[None]
         first = prefill.logits(tokens[:, : STEPS // 2], caches[0])
         last, picked = prefill.greedy(tokens[:, STEPS // 2 :], caches[0])[::-1]
@@ -321,8 +325,9 @@ def _digest(text: str) -> str:
 
 
 def _source_digest() -> str:
-    """Of the kernels, and of the Python that launches and cuts them."""
+    """Of the kernels, and of the Python that lays out, launches and cuts what they read."""
     package = Path(__file__).parent
-    files = [path for path in kernel_folder().rglob("*") if path.is_file()]
-    files += [package / "policy.py", package / "tiles.py", *(package / "ops").glob("*.py")]
+    files = [*kernel_folder().rglob("*.metal"), *kernel_folder().rglob("*.h")]
+    files += [package / f"{name}.py" for name in _TESTED_MODULES]
+    files += (package / "ops").glob("*.py")
     return _digest("".join(f"{path.name}\n{path.read_text()}" for path in sorted(files)))

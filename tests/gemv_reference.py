@@ -53,7 +53,7 @@ class Weights:
     exact: np.ndarray
 
     def constants(self, *more: mx.array) -> mx.array:
-        return join([*self.parts, *more])[0]
+        return join([[array] for array in (*self.parts, *more)])[0]
 
 
 def exact(array: mx.array) -> np.ndarray:

@@ -138,6 +138,8 @@ def test_mlx_takes_our_binary(tmp_path, capfd):
         output_dtypes=[mx.float32],
     )
     assert y.tolist() == [2.0] * 8
+    for path in cuda_binary.folder().glob("custom_kernel_planted_*"):
+        path.unlink()
 
 
 @pytest.mark.parametrize("op", names())

@@ -47,6 +47,7 @@ def test_500_steps_across_growths_equal_mlx_lm_with_one_trace_a_capacity():
     capacities = [*range(64, 513, 32), 576]  # for 40 to 540 rows, on the CPU
     assert cache[0].capacity() == capacities[-1]
     assert model.plan.counts == {
+        "native": 0,
         "frozen": 501,
         "prefill": 0,
         "reference": 1,

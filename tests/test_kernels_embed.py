@@ -35,7 +35,7 @@ def run(tokens, *parts, width, bits, group, dtype):
             "tokens": mx.array(tokens, mx.uint32),
             "before": mx.zeros((8,)),
             "place": mx.arange(16, dtype=mx.int32) * 10,
-            "constants": join(parts)[0],
+            "constants": join([[part] for part in parts])[0],
         },
         [((len(tokens), width), dtype), ((16,), mx.int32)],
         {

@@ -25,7 +25,7 @@ def test_views_have_the_values_and_lie_in_order(parts):
         for i, (shape, dtype) in enumerate(parts)
     ]
     wanted = [array.tolist() for array in arrays]
-    buffer, views = join(arrays)
+    buffer, views = join([[array] for array in arrays])
     assert buffer.dtype == mx.uint32
     start = 0
     for (shape, dtype), view, values in zip(parts, views, wanted, strict=True):
@@ -35,3 +35,22 @@ def test_views_have_the_values_and_lie_in_order(parts):
             assert address(view) - address(buffer) == start
         start += -(-view.nbytes // 16) * 16
     assert buffer.nbytes == start
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.sampled_from(DTYPES))
+def test_a_part_of_several_arrays_is_one_behind_the_other(rows, dtype):
+    pieces = [(mx.arange(n * 3) + 7 * i).astype(dtype).reshape(n, 3) for i, n in enumerate(rows)]
+    wanted = [row for piece in pieces for row in piece.tolist()]
+    _, (view, after) = join([pieces, [mx.ones((2,), dtype)]])
+    assert view.tolist() == wanted and after.tolist() == [1, 1]
+
+
+def test_the_peak_is_the_buffer_beside_the_arrays():
+    arrays = [mx.ones((64, 4096)) + i for i in range(4)]
+    mx.eval(arrays)
+    size = sum(array.nbytes for array in arrays)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    join([arrays])
+    assert mx.get_peak_memory() - before < 1.1 * size

@@ -31,7 +31,7 @@ def emulated(monkeypatch, tmp_path):
 
     def choose(written_out_from=None):
         monkeypatch.setattr(graphs, "kernel_platform", lambda: platform)
-        monkeypatch.setattr(graphs, "write_out_from", lambda chip, bits: written_out_from)
+        monkeypatch.setattr(graphs, "write_out_from", lambda chip, values: written_out_from)
         return path
 
     return choose
@@ -138,12 +138,59 @@ def test_a_prompt_goes_on_behind_a_reply_and_a_trim(emulated):
     assert difference(kept[1][0][:, :, :26], fresh[1].state[0]) < 1e-4
 
 
-def test_two_models_share_no_waiting(emulated, monkeypatch):
-    """However little may be in flight, the result is the same."""
+def test_little_may_be_in_flight(emulated, monkeypatch):
+    """Then one piece is, and the result is the same."""
     emulated(1)
     monkeypatch.setattr(prefill, "IN_FLIGHT", 1)
+    most, add = [], prefill._Waiting.add
+
+    def counted(self, result, held):
+        add(self, result, held)
+        most.append(len(self._pieces))
+
+    monkeypatch.setattr(prefill._Waiting, "add", counted)
     model, stock = models()
     assert tokens(model, LONG, 3) == theirs(stock, LONG, 3)
+    assert max(most) == 1
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
+def test_norms_of_another_dtype_than_the_weights(emulated, dtype):
+    """GGUF files have float32 norms beside float16 scales."""
+    emulated(8)
+    weights = quantize_weights(mlx_weights(FIX_A), 4, 32)
+    weights = {
+        name: value.astype(dtype if "norm" in name else mx.float32)
+        if value.dtype != mx.uint32
+        else value
+        for name, value in weights.items()
+    }
+    model = build_model(FIX_A, dict(weights))
+    stock = build_model(FIX_A, dict(weights), backend="mlx")
+    found = model(mx.array([LONG]), cache=model.make_cache())
+    assert difference(found, stock(mx.array([LONG]))) < 2e-3
+    assert model.plan.counts["prefill"] == 1
+
+
+def test_a_bias_of_another_dtype_takes_no_kernel(emulated):
+    emulated()
+    config = {**FIX_A, "attention_bias": True}
+    weights = quantize_weights(mlx_weights(config), 4, 32)
+    weights = {k: v.astype(mx.float16) if k.endswith(".bias") else v for k, v in weights.items()}
+    model = build_model(config, dict(weights))
+    stock = build_model(config, dict(weights), backend="mlx")
+    assert tokens(model, LONG, 3) == theirs(stock, LONG, 3)
+    assert "no kernel for a bias of mlx.core.float16" in str(model.plan)
+
+
+def test_a_cache_of_two_sequences_is_not_one(emulated):
+    emulated()
+    model, _ = models()
+    cache = model.make_cache()
+    model(mx.array([LONG, LONG]), cache=cache)
+    for piece in ([[5]], [LONG[:9]]):
+        with pytest.raises(ValueError, match="holds 2 sequences, the call 1"):
+            model(mx.array(piece), cache=cache)
 
 
 def test_mlx_lms_own_loop(emulated):

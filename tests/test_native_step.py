@@ -373,3 +373,12 @@ def test_weights_changed_in_place_stay_as_they_were_for_the_program(native):
     again = np.array(program.prefill(LONG[:5], program.buffers(pairs)))
     assert (again == first).all() and first.any()
     assert not np.array(Program.of(model).prefill(LONG[:5], program.buffers(pairs))).any()
+
+
+@pytest.mark.parametrize(("limit", "capacity"), [(None, 96), (60, 60), (70, 70)])
+def test_a_first_buffer_has_room_for_a_reply_within_the_limit(native, limit, capacity):
+    """60 tokens are 64 rows, and the growth by 32 that the next ones ask for is there at once."""
+    model, _ = models(max_context=limit)
+    cache = model.make_cache()
+    model(mx.array([LONG]), cache=cache)
+    assert cache[0].capacity() == capacity

@@ -217,6 +217,8 @@ def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
 
     monkeypatch.setattr(kernels, "kernel_source", planted)
     kernels._kernel.cache_clear()
+    # How far other rows of the table are from the right ones depends on the tokens.
+    mx.random.seed(0)
     with pytest.raises(HuskyError, match=r"embed 96x64: the kernel's result differs .* 1"):
         bench_ops.compare(case_of("embed", rows=4))
 

@@ -60,7 +60,7 @@ def signature_of(op: str) -> tuple[cuda_source.CudaSource, kernel_signature.Sign
         source.inputs,
         [ArrayType(element.get(name, "float16_t"), (1, 1, 64, 64)) for name in source.inputs],
         source.outputs,
-        ["float"] * len(source.outputs),
+        ["float16_t" if name == "queries" else "float" for name in source.outputs],
         source.source,
         [(name, values.get(name, 1)) for name in source.template],
     )

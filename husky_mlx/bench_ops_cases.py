@@ -16,6 +16,7 @@ from mlx_lm.models.activations import swiglu
 from husky_mlx.bench_ops_timing import Side, copies_of, following, launches_of
 from husky_mlx.bench_ops_weights import Copies, describe, nbytes, own, projections
 from husky_mlx.cache import KVCache
+from husky_mlx.launches import GROUP_OF_OP
 from husky_mlx.model import Model
 from husky_mlx.ops.attention_decode import attention_decode_kernel
 from husky_mlx.ops.down_add import down_add_kernel
@@ -28,12 +29,6 @@ from husky_mlx.ops.rms_qkv_rope_append import rms_qkv_rope_append_kernel
 from husky_mlx.ops.rotate import rotation
 from husky_mlx.places import make_place
 
-GROUPS = {
-    "rms_qkv_rope_append": "qkv",
-    "o_proj_add": "o_proj",
-    "rms_gate_up_swiglu": "gate_up",
-    "down_add": "down_proj",
-}
 OPS = (
     "embed",
     "rms_qkv_rope_append",
@@ -90,10 +85,10 @@ class Cases:
         elif op == "attention_decode":
             for context in self._contexts:
                 yield self._attention(op, context)
-        elif op in GROUPS:
+        elif op in GROUP_OF_OP:
             build = {"qkv": self._qkv, "gate_up": self._gate_up}
-            for template in self._copies.templates(GROUPS[op]):
-                yield build.get(GROUPS[op], self._projection_and_sum)(op, template)
+            for template in self._copies.templates(GROUP_OF_OP[op]):
+                yield build.get(GROUP_OF_OP[op], self._projection_and_sum)(op, template)
         else:
             yield self._head(op)
 
@@ -197,7 +192,7 @@ class Cases:
         )
 
     def _projection_and_sum(self, op: str, template: nn.Module) -> Case:
-        m, hidden, group = self._rows, self._config.hidden_size, GROUPS[op]
+        m, hidden, group = self._rows, self._config.hidden_size, GROUP_OF_OP[op]
         width, kernel = {
             "o_proj": (self._config.query_size, o_proj_add_kernel),
             "down_proj": (self._config.intermediate_size, down_add_kernel),
@@ -281,12 +276,12 @@ class Cases:
         sides: tuple[Side, Side],
         ordered: bool = False,
     ) -> Case:
-        modules = projections(template, GROUPS[op])
+        modules = projections(template, GROUP_OF_OP[op])
         outputs = sum(module.weight.shape[0] for module in modules)
         inputs = {
             "o_proj": self._config.query_size,
             "down_proj": self._config.intermediate_size,
-        }.get(GROUPS[op], self._config.hidden_size)
+        }.get(GROUP_OF_OP[op], self._config.hidden_size)
         weights = " + ".join(dict.fromkeys(map(describe, modules)))
         return self._case(op, f"{outputs}x{inputs}", weights, size, copies, sides, ordered=ordered)
 

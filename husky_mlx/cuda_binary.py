@@ -22,6 +22,7 @@ from husky_mlx import chips, nvrtc
 from husky_mlx.cuda_source import CudaSource
 from husky_mlx.kernel_signature import Parameter, Signature
 from husky_mlx.metal_text import kernel_folder
+from husky_mlx.paths import write_whole
 
 _ENTRY = "husky_kernel"
 _MLX_TYPES = {"float16_t": "__half", "bfloat16_t": "__nv_bfloat16"}
@@ -59,10 +60,9 @@ def provide(name: str, source: CudaSource, signature: Signature) -> None:
 def put(function: str, text: str, code: bytes) -> None:
     """Write the files in which MLX finds ``code`` for the kernel ``function`` of that ``text``."""
     binary, names = _files(function, text)
-    binary.parent.mkdir(parents=True, exist_ok=True)
     # The names first: MLX takes a binary that is there and then asks for the function in it.
-    _write(names, f"mlx::core::cu::{function}\t{_ENTRY}\n".encode())
-    _write(binary, code)
+    write_whole(names, f"mlx::core::cu::{function}\t{_ENTRY}\n".encode())
+    write_whole(binary, code)
 
 
 def folder() -> Path:
@@ -135,10 +135,3 @@ def architecture() -> str:
     """``sm_90a``: the device's own, with what only it has, as MLX compiles."""
     capability = chips.detect().generation
     return f"sm_{capability}{'a' if capability >= 90 else ''}"
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Renamed into place: another process reads all of it or nothing."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".husky-", delete=False) as file:
-        file.write(data)
-    os.replace(file.name, path)

@@ -7,9 +7,7 @@ hashes a kernel's whole source text at every evaluation, so the text that it see
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +21,7 @@ from husky_mlx.metal_text import (
     without_comments,
     without_metal_includes,
 )
-from husky_mlx.paths import cache_dir
+from husky_mlx.paths import cache_dir, write_whole
 
 _NO_FUNCTION = re.compile(r"\b(?:struct|class|enum|union|namespace)\b")
 _TEMPLATE = re.compile(r"\s*(?:#[^\n]*\n\s*)*template\s*<")
@@ -52,7 +50,7 @@ def translate(signature: Signature, header: str, source: str) -> CudaSource:
     name = f"kernel_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     file = cache_dir() / "cuda" / f"{name}.h"
     if not file.exists():
-        _write(file, text.replace(_NAMESPACE, name))
+        write_whole(file, text.replace(_NAMESPACE, name).encode())
     values = ", ".join(_outside(value) for _, _, value in signature.template)
     arguments = ", ".join(_argument(parameter) for parameter in signature.parameters)
     instance = f"::metal::{name}::body{f'<{values}>' if values else ''}"
@@ -148,14 +146,6 @@ def _argument(parameter: Parameter) -> str:
 def _outside(element: str) -> str:
     """A type or value of a body, as it is called outside namespace metal."""
     return f"::metal::{element}" if element.endswith("_t") else element
-
-
-def _write(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=".writing-", suffix=".h")
-    with os.fdopen(descriptor, "w") as stream:
-        stream.write(text)
-    os.replace(name, file)
 
 
 def kernel_arguments(

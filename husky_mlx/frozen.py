@@ -79,14 +79,14 @@ class Frozen:
             adopt(caches)
             taken = takes(tokens, caches)
         rows, length = tokens.shape
-        # A model without a program must not wait for tokens that are still computed.
-        may = self._native_wanted and (self._native is not None or self._stale())
-        if may and native_step.takes(tokens, caches, self._windows):
-            self._check_memory(model, rows, length, caches)
-            if (native := self._native_for(model, length > 1 or caches[0].empty())) is not None:
-                return native
-        prompt = not taken and self._step_has_prefill() and takes_prompt(tokens, caches)
         self._check_memory(model, rows, length, caches)
+        # A model without a program must not wait for tokens that are still computed.
+        native = None
+        if self._may_be_native() and native_step.takes(tokens, caches, self._windows):
+            native = self._native_for(model, length > 1 or caches[0].empty())
+        if native is not None:
+            return native
+        prompt = not taken and self._step_has_prefill() and takes_prompt(tokens, caches)
         fits = prompt or (taken and self._fit(caches))
         # Asked for last: to look at the keys is to wait for the step that is under way.
         if prompt or (not fits and (length > 1 or getattr(caches[0], "keys", None) is None)):
@@ -127,9 +127,11 @@ class Frozen:
     def has_prefill(self) -> bool:
         """Whether a prompt's last token comes with the rest, as far as can be said before the step
         is built."""
-        if self._native_wanted:
-            return self._native is not None or self._stale()
-        return self._step_has_prefill()
+        return self._may_be_native() if self._native_wanted else self._step_has_prefill()
+
+    def _may_be_native(self) -> bool:
+        """Whether there is a native program, as far as can be said before it is built."""
+        return self._native_wanted and (self._native is not None or self._stale())
 
     def _step_has_prefill(self) -> bool:
         if self.plan.eager_reason is not None:

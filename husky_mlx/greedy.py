@@ -51,7 +51,7 @@ def greedy_tokens(
     with mx.stream(stream):
         report(0, total)
         done = 0
-        # The kernels give the last token's logits with the rest; elsewhere its own step does.
+        # Where prompts have a fast way it gives the last token's logits; elsewhere its step does.
         rest = prefill_step_size if model.has_prefill() else 1
         while total - done > rest:
             chunk = prompt[done : min(done + prefill_step_size, total - 1)]

@@ -12,7 +12,8 @@ from husky_mlx.policy import policy
 from husky_mlx.tiles import AttentionShape, AttentionTile
 
 _NORMED = frozenset({"rms_qkv_rope_append", "rms_gate_up_swiglu"})
-_LAYER = {
+# The kernels with a matrix of a layer, and the matrix's name in ``FusedLayer``.
+GROUP_OF_OP = {
     "rms_qkv_rope_append": "qkv",
     "o_proj_add": "o_proj",
     "rms_gate_up_swiglu": "gate_up",
@@ -25,7 +26,7 @@ def launch_lines(weights: FusedWeights, platform: Platform) -> list[str]:
     """A line for each kernel of a step with one row."""
     layers = len(weights.layers)
     lines = [f"embed: {_format(weights.embedding)}"]
-    for op, group in _LAYER.items():
+    for op, group in GROUP_OF_OP.items():
         matrices = [getattr(layer, group) for layer in weights.layers]
         one_of_each = {_shape(matrix): matrix for matrix in matrices}
         for shape, count in Counter(map(_shape, matrices)).items():

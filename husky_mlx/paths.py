@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import tempfile
 from pathlib import Path
 
 import platformdirs
@@ -12,3 +14,18 @@ def cache_dir() -> Path:
     """$HUSKY_CACHE_DIR, or the platform's cache folder for husky_mlx."""
     chosen = os.environ.get("HUSKY_CACHE_DIR")
     return Path(os.path.expanduser(chosen or platformdirs.user_cache_dir("husky_mlx")))
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file, and its folder if need be, in one step: another process reads all of it, or
+    what was there before. Raises OSError, and leaves nothing behind."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".husky-", delete=False) as file:
+        try:
+            file.write(data)
+            file.close()
+            os.replace(file.name, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(file.name)
+            raise

@@ -184,12 +184,10 @@ class SelfTest:
         self, make: PrefillMaker, layers: list[int], first_row: int | None
     ) -> str | None:
         """The same for a prompt that goes on after a few rows, against the twin's steps."""
-        _, twin = self._graphs(layers)
-        caches = [self._caches(1, False, START, len(layers)) for _ in range(2)]
         plan = copy.deepcopy(self.twin.plan)
-        weights = replace(self.twin.weights, layers=[self.twin.weights.layers[i] for i in layers])
-        matrices = replace(self._weights, layers=[self._weights.layers[i] for i in layers])
-        prefill = make(weights, matrices, plan, lambda values: first_row)
+        prefill = make(*self._only(layers), plan, lambda values: first_row)
+        twin = self._twin(layers, plan)
+        caches = [self._caches(1, False, START, len(layers)) for _ in range(2)]
         tokens = self._tokens(STEPS)[None]
         first = prefill.logits(tokens[:, : STEPS // 2], caches[0])
         last, picked = prefill.greedy(tokens[:, STEPS // 2 :], caches[0])[::-1]
@@ -234,19 +232,26 @@ class SelfTest:
         return None
 
     def _graphs(self, layers: list[int]) -> tuple[DecodeStep, DecodeStep]:
-        """Both steps over these layers only, with a plan of their own; the twin is not compiled,
-        which would cost seconds."""
+        """Both steps over these layers only, with a plan of their own."""
         plan = copy.deepcopy(self.twin.plan)
-        weights = replace(self._weights, layers=[self._weights.layers[i] for i in layers])
-        fused = FusedGraph(self._config, weights, plan, self._platform)
-        twin = StepGraph(
-            self._config,
-            replace(self.twin.weights, layers=[self.twin.weights.layers[i] for i in layers]),
-            plan,
-        )
+        fused = FusedGraph(self._config, self._only(layers)[1], plan, self._platform)
+        fused.kind_of_layer = [0] * len(layers)
+        return DecodeStep(fused, plan), self._twin(layers, plan)
+
+    def _twin(self, layers: list[int], plan: Plan) -> DecodeStep:
+        """The twin over these layers, not compiled, which would cost seconds."""
+        twin = StepGraph(self._config, self._only(layers)[0], plan)
         twin.compiled = False
-        fused.kind_of_layer = twin.kind_of_layer = [0] * len(layers)
-        return DecodeStep(fused, plan), DecodeStep(twin, plan)
+        twin.kind_of_layer = [0] * len(layers)
+        return DecodeStep(twin, plan)
+
+    def _only(self, layers: list[int]) -> tuple[StepWeights, FusedWeights]:
+        """The weights of these layers, for the twin and for the kernels."""
+        plain, fused = self.twin.weights, self._weights
+        return (
+            replace(plain, layers=[plain.layers[i] for i in layers]),
+            replace(fused, layers=[fused.layers[i] for i in layers]),
+        )
 
     def _caches(self, rows: int, batched: bool, start: int, layers: int) -> list[Any]:
         """A cache a layer with ``start`` random rows and room for the steps, equal every time."""

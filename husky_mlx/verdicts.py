@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 
-from husky_mlx.paths import cache_dir
+from husky_mlx.paths import cache_dir, write_whole
 
 
 def path() -> Path:
@@ -24,14 +22,8 @@ def remembered() -> dict[str, str | None]:
 
 
 def remember(combination: str, problem: str | None) -> None:
-    target = path()
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed into place: another process reads the old verdicts or the new ones.
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=target.parent, prefix=".selftest-", delete=False
-        ) as file:
-            json.dump({**remembered(), combination: problem}, file, indent=1)
-        os.replace(file.name, target)
+        text = json.dumps({**remembered(), combination: problem}, indent=1)
+        write_whole(path(), text.encode())
     except OSError:
         return  # the next load tests again

@@ -31,9 +31,3 @@ template <typename T>
 inline const device T* part(const device uint* constants, size_t at) {
   return reinterpret_cast<const device T*>(constants + at);
 }
-
-// Two values of a 16-bit T as they lie in memory, the first in the lower half.
-template <typename T>
-inline uint pair_word(float first, float second) {
-  return uint(as_type<ushort>(T(first))) | uint(as_type<ushort>(T(second))) << 16;
-}

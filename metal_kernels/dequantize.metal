@@ -2,6 +2,7 @@
 // outputs: weight
 // template: T BITS GROUP N K
 #include "constants.h"
+#include "words.h"
 // weight (N, K) in T: the matrix of constants.h, of 4 or 8 bit, written out for a product of many
 // rows. A thread takes eight values. T has 16 bits, or is float.
 constexpr Parts AT = parts<T, BITS, GROUP, N, K, false>();

@@ -67,9 +67,9 @@ inline void stage_normed(
         vec<uint, 4> words;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-          const ushort low = as_type<ushort>(T(values[2 * j] * scale * weights[2 * j]));
-          const ushort high = as_type<ushort>(T(values[2 * j + 1] * scale * weights[2 * j + 1]));
-          words[j] = uint(low) | (uint(high) << 16);
+          words[j] = pair_word<T>(
+              values[2 * j] * scale * weights[2 * j],
+              values[2 * j + 1] * scale * weights[2 * j + 1]);
         }
         out[m * VECTORS + at] = words;
       }

@@ -34,3 +34,9 @@ inline void widen(vec<uint, N> words, thread float* out) {
     widen_word<T>(words[i], out + i * (4 / int(sizeof(T))));
   }
 }
+
+// Two values of a 16-bit T as they lie in memory, the first in the lower half.
+template <typename T>
+inline uint pair_word(float first, float second) {
+  return uint(as_type<ushort>(T(first))) | uint(as_type<ushort>(T(second))) << 16;
+}

@@ -22,7 +22,7 @@ from husky_mlx.ops.rms_gate_up_swiglu import rms_gate_up_swiglu_kernel
 from husky_mlx.ops.rms_lm_head import rms_lm_head_argmax_kernel, rms_lm_head_kernel
 from husky_mlx.ops.rms_qkv_rope_append import Heads, rms_qkv_rope_append_kernel
 from husky_mlx.pack import FUSIONS, Projections, StepWeights
-from husky_mlx.places import MAX_ROWS, advance
+from husky_mlx.places import LAST, MAX_ROWS, advance
 from husky_mlx.plan import Plan
 
 if TYPE_CHECKING:
@@ -136,6 +136,15 @@ class FusedGraph:
         eps = self.config.rms_norm_eps
         logits, best = rms_lm_head_argmax_kernel(x, eps, self.weights.head, self.platform)
         return best.reshape(tokens.shape), logits.reshape(*tokens.shape, -1), places, _order(x)
+
+    def prompt(self, tokens: mx.array, places: list[mx.array], *rest: Any) -> tuple:
+        """``greedy`` of row LAST only: (1, L) tokens -> token (1, 1), logits (1, 1, vocabulary) and
+        the order of the appends."""
+        x, _ = self._residual(tokens, places, False, *rest)
+        row = mx.take(x, places[0][LAST : LAST + 1], axis=0)
+        eps = self.config.rms_norm_eps
+        logits, best = rms_lm_head_argmax_kernel(row, eps, self.weights.head, self.platform)
+        return best[None], logits[None], _order(x)
 
     def _residual(
         self,

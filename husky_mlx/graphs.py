@@ -13,9 +13,10 @@ from husky_mlx.launches import launch_lines
 from husky_mlx.ops.gemv import Platform
 from husky_mlx.pack import StepWeights
 from husky_mlx.plan import Plan
-from husky_mlx.policy import write_out_from
+from husky_mlx.policy import short_prompts, write_out_from
 from husky_mlx.prefill import Prefill
 from husky_mlx.selftest import SelfTest
+from husky_mlx.short_prompt import ShortPrompt
 
 
 def kernel_platform() -> Platform | None:
@@ -46,10 +47,16 @@ def choose_graph(config: LlamaConfig, weights: StepWeights, plan: Plan) -> StepG
     graph = FusedGraph(config, made, plan, platform, self_test)
     if self_test.prompts_pass(functools.partial(Prefill, config, platform)):
         first_row = functools.partial(write_out_from, platform.chip)
-        graph.prefill = Prefill(config, platform, weights, made, plan, first_row)
+        lengths = short_prompts(platform.chip, made.embedding.dtype.size)
+        short = None
+        if lengths and self_test.short_prompts_pass(lengths):
+            short = ShortPrompt(graph, plan, lengths)
+        graph.prefill = Prefill(config, platform, weights, made, plan, first_row, short)
         plan.prefill = "fused projections, kernels between them"
+        if short is not None:
+            plan.prefill += f", up to {short.lengths[-1]} tokens one step of the decode kernels"
         widest = made.layers[0].gate_up
-        rows = first_row(widest.rows * widest.columns)
-        if rows is not None and widest.bits < 16:
+        rows = first_row(widest.rows, widest.bits) if widest.bits < 16 else None
+        if rows is not None:
             plan.prefill += f", the largest matrices written out from {rows} rows on"
     return graph

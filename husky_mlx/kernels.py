@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from husky_mlx import cuda_binary, cuda_source, device, kernel_signature
-from husky_mlx.kernel_signature import ArrayType, Signature, metal_type
+from husky_mlx.kernel_signature import SMALLEST_DEVICE_INPUT, ArrayType, metal_type
 from husky_mlx.kernel_source import KernelSource, kernel_source, metal_prelude
 
 BACKENDS = ("metal", "cuda", "emulator")
@@ -152,31 +152,40 @@ class _CudaKernel:
     def __init__(self, op: str, source: KernelSource):
         self._op = op
         self._source = source
-        self._built: dict[Signature, Callable] = {}
+        self._built: dict[tuple, Callable] = {}
 
     def __call__(self, *, inputs: Sequence[mx.array], template: Sequence, **call: Any) -> list:
+        # All that a signature depends on: to build one for each launch would take longer than to
+        # launch.
+        kinds = [(x.dtype, x.ndim > 0, x.size < SMALLEST_DEVICE_INPUT) for x in inputs]
+        key = (*kinds, *call["output_dtypes"], *template)
+        if key not in self._built:
+            self._built[key] = self._build(inputs, template, call["output_dtypes"])
+        return self._built[key](inputs=list(inputs), **call)
+
+    def _build(
+        self, inputs: Sequence[mx.array], template: Sequence, output_dtypes: Sequence[mx.Dtype]
+    ) -> Callable:
         source = self._source
         signature = kernel_signature.build(
             self._op,
             source.inputs,
             [ArrayType(metal_type(array.dtype), tuple(array.shape)) for array in inputs],
             source.outputs,
-            [metal_type(dtype) for dtype in call["output_dtypes"]],
+            [metal_type(dtype) for dtype in output_dtypes],
             source.source,
             template,
         )
-        if signature not in self._built:
-            translated = cuda_source.translate(signature, source.header, source.source)
-            arguments = cuda_source.kernel_arguments(
-                translated, f"husky_{self._op}", source.inputs, source.outputs
-            )
-            suffix = cuda_binary.compiled_for()
-            if suffix is not None:
-                arguments["name"] += f"_{suffix}"
-                cuda_binary.provide(arguments["name"], translated, signature)
-            kernel: Any = mx.fast.cuda_kernel(**arguments)
-            self._built[signature] = kernel
-        return self._built[signature](inputs=list(inputs), **call)
+        translated = cuda_source.translate(signature, source.header, source.source)
+        arguments = cuda_source.kernel_arguments(
+            translated, f"husky_{self._op}", source.inputs, source.outputs
+        )
+        suffix = cuda_binary.compiled_for()
+        if suffix is not None:
+            arguments["name"] += f"_{suffix}"
+            cuda_binary.provide(arguments["name"], translated, signature)
+        kernel: Any = mx.fast.cuda_kernel(**arguments)
+        return kernel
 
 
 def _check_names(op: str, what: str, declared: Sequence[str], given: Mapping[str, object]) -> None:

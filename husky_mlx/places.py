@@ -13,9 +13,10 @@ from typing import Any
 
 import mlx.core as mx
 
-# Entries: the slot of the first new row, the rows that are live with it, then for up to four rows
-# their positions and their left padding.
-SLOT, LIVE, POSITIONS, PADDING, SIZE = 0, 1, 4, 8, 16
+# Entries: the slot of the first new row, the rows that are live with it, the row whose logits a
+# padded prompt is after, then for up to four rows their positions and their left padding. Rows of
+# one sequence follow on from the first.
+SLOT, LIVE, LAST, POSITIONS, PADDING, SIZE = 0, 1, 2, 4, 8, 16
 MAX_ROWS = 4
 
 
@@ -24,11 +25,13 @@ def advance(length: int) -> list[int]:
     return [length, length, 0, 0] + [length] * MAX_ROWS + [0] * (SIZE - PADDING)
 
 
-def make_place(slot: int, live: int, start: Any, left_padding: mx.array | None) -> mx.array:
+def make_place(
+    slot: int, live: int, start: Any, left_padding: mx.array | None, last: int = 0
+) -> mx.array:
     """A place, (16,) int32. ``start``: the first position, an int, or (B,) for a batch."""
     if left_padding is None:
         positions = [start + row for row in range(MAX_ROWS)]
-        return mx.array([slot, live, 0, 0, *positions, *[0] * (SIZE - PADDING)], mx.int32)
+        return mx.array([slot, live, last, 0, *positions, *[0] * (SIZE - PADDING)], mx.int32)
     missing = mx.zeros((MAX_ROWS - left_padding.shape[0],), mx.int32)
     parts = [mx.array([slot, live, 0, 0], mx.int32)]
     for row in (start, left_padding):

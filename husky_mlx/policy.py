@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, overload
 
 from husky_mlx.chips import Chip
+from husky_mlx.places import MAX_ROWS
 from husky_mlx.tiles import (
     ArgmaxShape,
     ArgmaxTile,
@@ -103,10 +104,15 @@ _MATRIX_VALUES = 256
 # A lane's share of a head up to which wider loads are worth more registers.
 _LANE_SHARE = 16
 _COMBINE_SIMDGROUPS = 8
-# Measured on an H200 on 2026-11-30, 4 bit, microseconds of MLX's product against both of ours: 117M
-# values 312 and 297 at 96 rows, 59M 200 and 189 at 128, 25M 162 and 199 at 256 and 501 and 267 at
-# 1,024, 4M 97 and 118 at 1,024. Launches that nothing hides are in these.
-_WRITE_OUT_FROM, _WRITE_OUT_SMALL_FROM, _WRITE_OUT_LARGE = 128, 512, 1 << 25
+# Rows of the steps that take short prompts, where matrix units have as many columns anyway.
+_SHORT_PROMPTS = (8, 16)
+# Measured on an H200 on 2026-12-01, bfloat16, GPU microseconds of MLX's product against both of
+# ours on cold weights. 4 bit, 17 rows of x: 4096x14336 263 and 75, 4096x4096 90 and 25, 3072x2048
+# 41 and 13, 576x576 13 and 5, but 28672x4096 132 and 142, 16384x2048 39 and 42; those two at 128
+# rows 284 and 147, 67 and 45. 8 bit: 4096x14336 200 and 82, 28672x4096 110 and 154; at 64 rows 123
+# and 155, at 256 396 and 184.
+_WRITE_OUT_FROM = 17
+_WIDE_ROWS, _WIDE_WRITE_OUT_FROM = 16384, {4: 64, 8: 128}
 
 
 @overload
@@ -150,14 +156,22 @@ def policy(op: str, shape: Shape, bits: int, chip: Chip) -> Tile:
     raise ValueError(f"[{op}] no kernel of this name takes a {type(shape).__name__}")
 
 
-def write_out_from(chip: Chip, values: int) -> int | None:
-    """Rows of x from which a quantized matrix of ``values`` is written out and multiplied as such.
+def write_out_from(chip: Chip, rows: int, bits: int) -> int | None:
+    """Rows of x from which a quantized matrix of ``rows`` is written out and multiplied as such.
 
     None: never, because MLX multiplies quantized weights as fast (Metal).
     """
     if chip.target != "cuda":
         return None
-    return _WRITE_OUT_FROM if values >= _WRITE_OUT_LARGE else _WRITE_OUT_SMALL_FROM
+    return _WRITE_OUT_FROM if rows < _WIDE_ROWS else _WIDE_WRITE_OUT_FROM[bits]
+
+
+def short_prompts(chip: Chip, itemsize: int) -> tuple[int, ...]:
+    """Lengths of the steps that take prompts of more rows than a decode step, shortest first.
+
+    ``itemsize`` of an activation in bytes. Empty: such prompts take MLX's products.
+    """
+    return _SHORT_PROMPTS if chip.target == "cuda" and itemsize == 2 else ()
 
 
 def _tuning(chip: Chip) -> _Tuning:
@@ -175,6 +189,8 @@ def _mma_tile(shape: GemvShape, bits: int) -> GemvTile:
     4 bit, bfloat16, microseconds with this tile: 2048x2048 4.1, 4096x4096 6.6, 2048x8192 7.2,
     4096x14336 14.3, 16384x2048 9.8, 28672x4096 23.8, 128256x2048 47, 128256x4096 91.
     """
+    if shape.m > MAX_ROWS:
+        return _short_prompt_tile(shape)
     if shape.n >= 65536:
         return GemvTile(16, 4, 1 if bits != 8 else 2, 8 if bits == 16 else 4)
     if shape.n > 8192:
@@ -184,6 +200,15 @@ def _mma_tile(shape: GemvShape, bits: int) -> GemvTile:
     k_split = next((split for split in splits if shape.k // split in (128, 256, 512, 1024)), 4)
     unroll = max(1, min(shape.k // k_split // 128, 2 if bits == 4 else 4))
     return GemvTile(16, k_split, k_split, unroll)
+
+
+def _short_prompt_tile(shape: GemvShape) -> GemvTile:
+    """Sums of 16 columns take 146 registers of a lane: 8 simdgroups at most fit a threadgroup."""
+    if shape.n > 8192:
+        return GemvTile(16, 4, 4, 2)
+    splits = (split for split in range(8, 1, -1) if shape.k % split == 0)
+    k_split = next((split for split in splits if shape.k // split % 128 == 0), 4)
+    return GemvTile(16, k_split, k_split, max(1, min(shape.k // k_split // 128, 2)))
 
 
 def _gemv_tile(shape: GemvShape, tile: GemvTile, chip: Chip) -> GemvTile:

@@ -26,6 +26,7 @@ from husky_mlx.ops.swiglu import swiglu_kernel
 from husky_mlx.pack import Fused, Projections, StepWeights
 from husky_mlx.places import make_place
 from husky_mlx.plan import Plan
+from husky_mlx.short_prompt import ShortPrompt
 
 # Bytes of written out matrices that may wait for the GPU. MLX allocates when it hands work over,
 # and would hold those of ten graphs of a hundred operations.
@@ -42,16 +43,18 @@ class Prefill:
         weights: StepWeights,
         matrices: FusedWeights,
         plan: Plan,
-        written_out_from: Callable[[int], int | None],
+        written_out_from: Callable[[int, int], int | None],
+        short: ShortPrompt | None = None,
     ):
-        """``written_out_from``: rows of x from which a quantized matrix of so many values is
-        written out, None for never."""
+        """``written_out_from``: rows of x from which a quantized matrix of so many rows and bits
+        is written out, None for never. ``short`` takes the prompts that it can."""
         self._config = config
         self._weights = weights
         self._matrices = matrices
         self._plan = plan
         self._platform = platform
         self._written_out_from = written_out_from
+        self._short = short
 
     def logits(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """(1, L) token ids -> logits (1, L, vocabulary); each cache gains L rows."""
@@ -61,6 +64,8 @@ class Prefill:
 
     def greedy(self, tokens: mx.array, caches: Sequence[Any]) -> tuple[mx.array, mx.array]:
         """(1, L) token ids -> the next one (1, 1) uint32, and its logits (1, 1, vocabulary)."""
+        if self._short is not None and self._short.takes(tokens.shape[1], caches):
+            return self._short.greedy(tokens, caches)
         x = self._residual(tokens, caches, last=True)
         logits, best = rms_lm_head_argmax_kernel(
             x, self._config.rms_norm_eps, self._matrices.head, self._platform
@@ -72,7 +77,8 @@ class Prefill:
         config, heads = self._config, self._matrices.heads
         length, start = tokens.shape[1], caches[0].offset
         end = start + length
-        slots = [self._make_room(cache, length) for cache in caches]
+        shape = (heads.kv_heads, heads.head_dim, self._matrices.embedding.dtype)
+        slots = [cache.open_rows(length, *shape) for cache in caches]
         place = make_place(*slots[0], start, None)
         waiting = _Waiting(IN_FLIGHT)
         # Signed: MLX counts a negative id from the end, and reads outside the table for 2**32 - 1.
@@ -98,12 +104,12 @@ class Prefill:
                 mask="causal" if queries.shape[2] > 1 else None,
             )
             attended = attended.swapaxes(1, 2).reshape(x.shape[0], -1)
-            x = x + self._multiply(layer.o_proj, matrices.o_proj, attended)
+            x = self._multiply_add(layer.o_proj, matrices.o_proj, attended, x)
             waiting.add(x, self._written_out(length, matrices.qkv, matrices.o_proj))
             normed = self._norm(x, matrices.gate_up)
             gate_up = self._multiply(layer.gate_up, matrices.gate_up, normed)
             activated = swiglu_kernel(gate_up, self._platform)
-            x = x + self._multiply(layer.down_proj, matrices.down_proj, activated)
+            x = self._multiply_add(layer.down_proj, matrices.down_proj, activated, x)
             waiting.add(x, self._written_out(x.shape[0], matrices.gate_up, matrices.down_proj))
         ordering = x.reshape(-1)[:ORDER_SIZE]
         for cache in caches:
@@ -111,16 +117,6 @@ class Prefill:
             cache.end_step(end)
         self._plan.count("prefill")
         return x
-
-    def _make_room(self, cache: KVCache, length: int) -> tuple[int, int]:
-        """The slot of the first new row and the live rows with it, in buffers to be written."""
-        cache.settle()
-        heads, dtype = self._matrices.heads, self._matrices.embedding.dtype
-        if cache.empty():
-            cache.allocate(length, heads.kv_heads, heads.head_dim, dtype)
-        slot = cache.begin_step(length)
-        cache.allow_writing(slot[0], dtype)
-        return slot
 
     def _norm(self, x: mx.array, matrix: Matrix) -> mx.array:
         """RMS norm by the weights beside a matrix: in its dtype, whatever the checkpoint's is."""
@@ -134,14 +130,31 @@ class Prefill:
         y = x @ dequantize_kernel(matrix, self._platform).T
         return y if fused.bias is None else y + fused.bias
 
+    def _multiply_add(
+        self, fused: Projections, matrix: Matrix, x: mx.array, residual: mx.array
+    ) -> mx.array:
+        """``residual`` (L, out) + x (L, in) times the matrix."""
+        assert isinstance(fused, Fused)
+        weight = None
+        if self._written_out(x.shape[0], matrix):
+            weight = dequantize_kernel(matrix, self._platform)
+        elif fused.scales is None:
+            weight = fused.weight
+        if weight is None:
+            return residual + fused.multiply(x)
+        # Summed up in float32, and two launches less.
+        y = mx.addmm(residual, x, weight.T)
+        return y if fused.bias is None else y + fused.bias
+
     def _written_out(self, rows: int, *matrices: Matrix) -> int:
         """Bytes that the matrices take written out for ``rows`` rows of x; 0 where they are not."""
         held = 0
         for matrix in matrices:
-            values = matrix.rows * matrix.columns
-            first = self._written_out_from(values) if matrix.bits < 16 else None
+            if matrix.bits == 16:
+                continue
+            first = self._written_out_from(matrix.rows, matrix.bits)
             if first is not None and rows >= first:
-                held += values * matrix.dtype.size
+                held += matrix.rows * matrix.columns * matrix.dtype.size
         return held
 
 

@@ -11,7 +11,7 @@ import copy
 import hashlib
 import platform as machine
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -30,17 +30,20 @@ from husky_mlx.pack import StepWeights
 from husky_mlx.plan import Plan
 from husky_mlx.policy import policy
 from husky_mlx.prefill import Prefill
+from husky_mlx.short_prompt import ShortPrompt
 from husky_mlx.tiles import AttentionShape
 
-PrefillMaker = Callable[[StepWeights, FusedWeights, Plan, Callable[[int], int | None]], Prefill]
+WrittenOutFrom = Callable[[int, int], int | None]
+PrefillMaker = Callable[[StepWeights, FusedWeights, Plan, WrittenOutFrom], Prefill]
 
 STEPS = 8
+PADDING = 3  # of a short prompt
 START = 2  # rows that are there before
 LONGEST = 16384  # capacity up to which a split of the context is looked for
 
 CHAIN = 12  # layers, one after the other
 _TESTED_MODULES = (
-    *("policy", "tiles", "layout", "pack", "matrix", "places", "fused", "prefill"),
+    *("policy", "tiles", "layout", "pack", "matrix", "places", "fused", "prefill", "short_prompt"),
     *("kernels", "kernel_source", "cuda_source", "cuda_binary"),
 )
 
@@ -99,6 +102,17 @@ class SelfTest:
 
         off = "the kernels for prompts are off, first tokens are slower"
         return self._verdict("prompts", off, problems) is None
+
+    def short_prompts_pass(self, lengths: Sequence[int]) -> bool:
+        """Whether steps of ``lengths`` rows may take short prompts."""
+
+        def problems() -> Iterator[str | None]:
+            for length in lengths:
+                for layer in self._one_of_each_format():
+                    yield self._short_difference([layer], length)
+
+        off = "the kernels for short prompts are off, their first tokens are slower"
+        return self._verdict(f"prompts of up to {max(lengths)}", off, problems) is None
 
     def _verdict(
         self, of: str, off: str, problems: Callable[[], Iterator[str | None]]
@@ -185,7 +199,7 @@ class SelfTest:
     ) -> str | None:
         """The same for a prompt that goes on after a few rows, against the twin's steps."""
         plan = copy.deepcopy(self.twin.plan)
-        prefill = make(*self._only(layers), plan, lambda values: first_row)
+        prefill = make(*self._only(layers), plan, lambda rows, bits: first_row)
         twin = self._twin(layers, plan)
         caches = [self._caches(1, False, START, len(layers)) for _ in range(2)]
         tokens = self._tokens(STEPS)[None]
@@ -197,6 +211,20 @@ class SelfTest:
         best = mx.take_along_axis(last, picked[..., None], axis=-1) == last.max(-1, keepdims=True)
         rows = mx.concatenate([expected[:, : STEPS // 2], expected[:, -1:]], axis=1)
         problem = self._compare(layers, caches, START, mx.concatenate([first, last], axis=1), rows)
+        if problem is None and not best.item():
+            problem = "the token picked is not the most likely one"
+        return problem
+
+    def _short_difference(self, layers: list[int], length: int) -> str | None:
+        """The same for a short prompt in a step of ``length`` rows, some of them padding."""
+        plan = copy.deepcopy(self.twin.plan)
+        fused, twin = self._fused(layers, plan), self._twin(layers, plan)
+        caches = [self._caches(1, False, START, len(layers)) for _ in range(2)]
+        tokens = self._tokens(length - PADDING)[None]
+        picked, found = ShortPrompt(fused, plan, [length]).greedy(tokens, caches[0])
+        steps = [twin.logits(tokens[:, j : j + 1], caches[1]) for j in range(tokens.size)]
+        problem = self._compare(layers, caches, START, found, steps[-1])
+        best = mx.take_along_axis(found, picked[..., None], axis=-1) == found.max(-1)
         if problem is None and not best.item():
             problem = "the token picked is not the most likely one"
         return problem
@@ -234,9 +262,12 @@ class SelfTest:
     def _graphs(self, layers: list[int]) -> tuple[DecodeStep, DecodeStep]:
         """Both steps over these layers only, with a plan of their own."""
         plan = copy.deepcopy(self.twin.plan)
+        return DecodeStep(self._fused(layers, plan), plan), self._twin(layers, plan)
+
+    def _fused(self, layers: list[int], plan: Plan) -> FusedGraph:
         fused = FusedGraph(self._config, self._only(layers)[1], plan, self._platform)
         fused.kind_of_layer = [0] * len(layers)
-        return DecodeStep(fused, plan), self._twin(layers, plan)
+        return fused
 
     def _twin(self, layers: list[int], plan: Plan) -> DecodeStep:
         """The twin over these layers, not compiled, which would cost seconds."""

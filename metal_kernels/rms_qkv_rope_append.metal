@@ -7,8 +7,8 @@
 // capacity, D), written in place: whoever reads them takes `queries` as an input, for the order.
 // x (M, K); the matrix has HEADS * D rows of q, then KV_HEADS * D of k and of v; bias by row.
 // After bias in constants.h: norm, then frequencies float32 (D / 2,), radians a position.
-// place int32 (16,): the slot to write, then from 4 on the M positions; the M rows of one sequence go
-// to slot, slot + 1, ..., those of a batch to the same one.
+// place int32 (16,): the slot to write; 4 is the first row's position, of a batch 4, 5, ... the rows'.
+// The M rows of one sequence go to slot, slot + 1, ..., those of a batch to the same one.
 // NORM false: x is normed already. EPS_BITS: the norm's float32 epsilon as an integer.
 // Grid: for each head of q, k and v, one after the other, ceil(D / TILE) threadgroups.
 constexpr int TILE = ROWS * SIMDGROUPS / KSPLIT;
@@ -44,7 +44,7 @@ for (uint i = thread_index_in_threadgroup; i < M * (TILE / 2); i += 32 * SIMDGRO
     }
     if (head < HEADS + KV_HEADS) {
       const float frequency = part<float>(constants, AT.rest + part_words(K * sizeof(T)))[pair];
-      const float angle = float(place[4 + m]) * frequency;
+      const float angle = float(BATCHED ? place[4 + m] : place[4] + int(m)) * frequency;
       const float cosine = metal::precise::cos(angle);
       const float sine = metal::precise::sin(angle);
       const float turned = a * cosine - b * sine;

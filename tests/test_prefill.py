@@ -31,7 +31,7 @@ def emulated(monkeypatch, tmp_path):
 
     def choose(written_out_from=None):
         monkeypatch.setattr(graphs, "kernel_platform", lambda: platform)
-        monkeypatch.setattr(graphs, "write_out_from", lambda chip, values: written_out_from)
+        monkeypatch.setattr(graphs, "write_out_from", lambda chip, rows, bits: written_out_from)
         return path
 
     return choose

@@ -9,17 +9,20 @@ from husky_mlx.matrix import Matrix
 from husky_mlx.ops.elementwise import flat
 from husky_mlx.ops.gemv import Platform
 
+# Times eight values a thread.
+UNROLL = 4
+
 
 def dequantize_kernel(matrix: Matrix, platform: Platform) -> mx.array:
     """(rows, columns) in the matrix's dtype, each value rounded once. Of 4 or 8 bits."""
     if matrix.bits == 16:
         raise ValueError("[dequantize] the matrix is not quantized")
-    grid, threadgroup = flat(matrix.rows * matrix.columns // 8)
+    grid, threadgroup = flat(-(-matrix.rows * matrix.columns // (8 * UNROLL)))
     (weight,) = launch(
         "dequantize",
         {"constants": matrix.constants},
         [((matrix.rows, matrix.columns), matrix.dtype)],
-        {**matrix.template, "N": matrix.rows, "K": matrix.columns},
+        {**matrix.template, "N": matrix.rows, "K": matrix.columns, "UNROLL": UNROLL},
         grid,
         threadgroup,
         platform.backend,

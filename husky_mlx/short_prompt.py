@@ -1,0 +1,59 @@
+"""A prompt of a few tokens as one frozen step: the decode kernels with more rows.
+
+They read the matrices once, packed, where products for many rows would write them out first. The
+step has one of few lengths, so that few kernels are compiled; what the prompt lacks is padding,
+whose keys and values lie past the end of the cache, where nobody looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from husky_mlx.cache import KVCache
+from husky_mlx.fused import FusedGraph
+from husky_mlx.places import make_place
+from husky_mlx.plan import Plan
+
+
+class ShortPrompt:
+    """Greedy first tokens of prompts up to the longest of ``lengths``, for one sequence."""
+
+    def __init__(self, graph: FusedGraph, plan: Plan, lengths: Sequence[int]):
+        self.lengths = tuple(sorted(lengths))
+        self._graph = graph
+        self._prompt = mx.compile(graph.prompt) if graph.compiled else graph.prompt
+        self._plan = plan
+
+    def takes(self, length: int, caches: Sequence[KVCache]) -> bool:
+        """Whether there is a step for ``length`` tokens, and room for its padding."""
+        if length > self.lengths[-1]:
+            return False
+        limit = caches[0].limit
+        return limit is None or caches[0].offset + self._padded(length) <= limit
+
+    def greedy(self, tokens: mx.array, caches: Sequence[KVCache]) -> tuple[mx.array, mx.array]:
+        """(1, L) token ids -> the next one (1, 1) uint32, and its logits (1, 1, vocabulary)."""
+        graph = self._graph
+        length, start = tokens.shape[1], caches[0].offset
+        padded = self._padded(length)
+        heads = graph.weights.heads
+        slots = [
+            cache.open_rows(padded, heads.kv_heads, heads.head_dim, graph.dtype) for cache in caches
+        ]
+        place = make_place(*slots[0], start, None, last=length - 1)
+        token, logits, ordering = self._prompt(
+            mx.pad(tokens.astype(mx.uint32), [(0, 0), (0, padded - length)]),
+            [place] * (max(graph.kind_of_layer) + 1),
+            *(list(buffers) for buffers in zip(*(c.buffers() for c in caches), strict=True)),
+            graph.nothing_before,
+        )
+        for cache in caches:
+            cache.ordering = ordering
+            cache.end_step(start + length)
+        self._plan.count("prefill")
+        return token, logits
+
+    def _padded(self, length: int) -> int:
+        return next(longer for longer in self.lengths if longer >= length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,26 @@ import pytest
 # Most tests look at the graphs, and a native program takes seconds to compile for each new shape.
 os.environ.setdefault("HUSKY_NATIVE", "0")
 
+# MLX compiles into the temporary folder under names that depend on the code alone, in place: a
+# second process can load half a library.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    own = Path(tempfile.gettempdir()) / f"husky_mlx-tests-{os.getuid()}" / worker
+    own.mkdir(parents=True, exist_ok=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(own)
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fixtures import model_of, write_tokenizer
+
+from husky_mlx.native.cores import available_cores
+
+MOST_WORKERS = 8
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """As many as compute at the same time: xdist's own count is of the machine, not of a container
+    on it, and leaves out the second thread of a core."""
+    return min(available_cores(), MOST_WORKERS)
 
 
 @pytest.fixture(scope="module")

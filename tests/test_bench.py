@@ -304,11 +304,12 @@ def test_one_round_has_no_spread(fake_engines, monkeypatch, capsys):
 def test_the_run_is_recorded(monkeypatch):
     monkeypatch.setenv("HUSKY_EAGER", "1")
     monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "husky_mlx", "bench", "-o", "a b.json"])
     record = bench_report.describe_run()
     assert record["schema"] == 1
     assert record["environment"]["HUSKY_EAGER"] == "1"
     assert "secret" not in json.dumps(record)
-    assert "pytest" in record["command"]
+    assert record["command"] == "python -m husky_mlx bench -o 'a b.json'"
 
 
 class Clock:

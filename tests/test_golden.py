@@ -13,6 +13,8 @@ from husky_mlx.loading import load
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "smollm2_float32.json").read_text())
 CASES = GOLDEN["cases"]
+# MLX's CPU build takes 0.2 s for each token of this model.
+EAGER_TOKENS = 16
 
 
 @pytest.fixture(scope="module", params=["fast", "eager"])
@@ -32,9 +34,10 @@ def smollm2(request):
 def test_smollm2_tokens_are_mlx_lms(case, smollm2):
     path, model, tokenizer = smollm2
     before = model.plan.counts["frozen"]
-    count = len(case["tokens"])
+    wanted = case["tokens"][: EAGER_TOKENS if path == "eager" else None]
+    count = len(wanted)
     responses = list(stream_generate(model, tokenizer, case["prompt"], max_tokens=count))
-    assert [response.token for response in responses] == case["tokens"]
+    assert [response.token for response in responses] == wanted
     assert responses[-1].prompt_tokens == len(case["prompt_ids"])
     frozen = model.plan.counts["frozen"] - before
     # The last prompt token and every reply token; a one-token prompt meets an empty cache.

@@ -189,13 +189,14 @@ class _CudaKernel:
 
 
 def _check_names(op: str, what: str, declared: Sequence[str], given: Mapping[str, object]) -> None:
+    if len(given) == len(declared) and all(name in given for name in declared):
+        return
     missing = [name for name in declared if name not in given]
     extra = [name for name in given if name not in declared]
-    if missing or extra:
-        raise ValueError(
-            f"[{op}] {what}: missing {', '.join(missing) or 'none'}; "
-            f"not declared {', '.join(extra) or 'none'}"
-        )
+    raise ValueError(
+        f"[{op}] {what}: missing {', '.join(missing) or 'none'}; "
+        f"not declared {', '.join(extra) or 'none'}"
+    )
 
 
 def _check_grid(op: str, grid: Grid, threadgroup: Grid) -> None:

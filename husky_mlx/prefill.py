@@ -28,9 +28,11 @@ from husky_mlx.places import make_place
 from husky_mlx.plan import Plan
 from husky_mlx.short_prompt import ShortPrompt
 
-# Bytes of written out matrices that may wait for the GPU. MLX allocates when it hands work over,
-# and would hold those of ten graphs of a hundred operations.
-IN_FLIGHT = 512 << 20
+# Bytes of written out matrices and of activations that may wait for the GPU. MLX allocates when it
+# hands work over, and would hold those of ten graphs of a hundred operations.
+IN_FLIGHT = 576 << 20
+# Bytes of written out matrices worth handing over: each time costs the host about 0.1 ms.
+PIECE = 192 << 20
 
 
 class Prefill:
@@ -80,7 +82,7 @@ class Prefill:
         shape = (heads.kv_heads, heads.head_dim, self._matrices.embedding.dtype)
         slots = [cache.open_rows(length, *shape) for cache in caches]
         place = make_place(*slots[0], start, None)
-        waiting = _Waiting(IN_FLIGHT)
+        waiting = _Waiting(IN_FLIGHT - length * self._row_bytes())
         # Signed: MLX counts a negative id from the end, and reads outside the table for 2**32 - 1.
         x = embed(tokens[0].astype(mx.int32), self._weights.embedding)
         for i, (layer, matrices) in enumerate(
@@ -109,8 +111,9 @@ class Prefill:
             normed = self._norm(x, matrices.gate_up)
             gate_up = self._multiply(layer.gate_up, matrices.gate_up, normed)
             activated = swiglu_kernel(gate_up, self._platform)
+            waiting.add(activated, self._written_out(x.shape[0], matrices.gate_up))
             x = self._multiply_add(layer.down_proj, matrices.down_proj, activated, x)
-            waiting.add(x, self._written_out(x.shape[0], matrices.gate_up, matrices.down_proj))
+            waiting.add(x, self._written_out(x.shape[0], matrices.down_proj))
         ordering = x.reshape(-1)[:ORDER_SIZE]
         for cache in caches:
             cache.ordering = ordering
@@ -146,6 +149,12 @@ class Prefill:
         y = mx.addmm(residual, x, weight.T)
         return y if fused.bias is None else y + fused.bias
 
+    def _row_bytes(self) -> int:
+        """Bytes of the activations of one row that may live at once."""
+        layer = self._matrices.layers[0]
+        parts = (layer.qkv.rows, layer.gate_up.rows, layer.down_proj.columns, 4 * layer.qkv.columns)
+        return sum(parts) * self._matrices.embedding.dtype.size
+
     def _written_out(self, rows: int, *matrices: Matrix) -> int:
         """Bytes that the matrices take written out for ``rows`` rows of x; 0 where they are not."""
         held = 0
@@ -163,16 +172,19 @@ class _Waiting:
 
     def __init__(self, limit: int):
         self._limit = limit
+        self._collected = 0
         self._held = 0
         self._pieces: deque[tuple[mx.array, int]] = deque()
 
     def add(self, result: mx.array, held: int) -> None:
         """``result`` needs ``held`` bytes until it is computed."""
-        if not held:
+        self._collected += held
+        if self._collected < PIECE:
             return
         mx.async_eval(result)
-        self._pieces.append((result, held))
-        self._held += held
+        self._pieces.append((result, self._collected))
+        self._held += self._collected
+        self._collected = 0
         while self._held > self._limit and len(self._pieces) > 1:
             oldest, freed = self._pieces.popleft()
             mx.eval(oldest)

@@ -66,29 +66,52 @@ def launch(
     Inputs that the kernel writes in place are changed on every backend. Raises ValueError for
     names, numbers of outputs or grids that do not fit, and for a kernel that does not exist.
     """
-    backend = default_backend() if backend is None else backend
-    source = kernel_source(op, cuda=backend == "cuda")
-    _check_names(op, "inputs", source.inputs, inputs)
-    _check_names(op, "template", source.template, template)
-    if len(outputs) != len(source.outputs):
-        raise ValueError(f"[{op}] has {len(source.outputs)} outputs, {len(outputs)} given")
-    _check_grid(op, grid, threadgroup)
-    made = _kernel(op, backend)(
-        inputs=[inputs[name] for name in source.inputs],
-        template=[(name, template[name]) for name in source.template],
-        grid=grid,
-        threadgroup=threadgroup,
-        output_shapes=[tuple(shape) for shape, _ in outputs],
-        output_dtypes=[dtype for _, dtype in outputs],
-    )
-    # The emulator computes on copies.
-    for name, array in getattr(made, "updated", {}).items():
-        inputs[name][...] = array
-    arrays = list(made)
-    for launches in getattr(_recorders, "active", ()):
-        named = dict(zip(source.outputs, arrays, strict=True))
-        launches.append(Launch(op, backend, dict(inputs), named, dict(template), grid, threadgroup))
-    return arrays
+    return Prepared(op, inputs, outputs, template, grid, threadgroup, backend)()
+
+
+class Prepared:
+    """A launch whose arguments have been checked, to be made again and again; as ``launch``."""
+
+    def __init__(
+        self,
+        op: str,
+        inputs: Mapping[str, mx.array],
+        outputs: Sequence[ArraySpec],
+        template: Mapping[str, Any],
+        grid: Grid,
+        threadgroup: Grid,
+        backend: str | None = None,
+    ):
+        backend = default_backend() if backend is None else backend
+        source = kernel_source(op, cuda=backend == "cuda")
+        _check_names(op, "inputs", source.inputs, inputs)
+        _check_names(op, "template", source.template, template)
+        if len(outputs) != len(source.outputs):
+            raise ValueError(f"[{op}] has {len(source.outputs)} outputs, {len(outputs)} given")
+        _check_grid(op, grid, threadgroup)
+        self._launch = (op, backend, inputs, template, source.outputs)
+        self._kernel = _kernel(op, backend)
+        self._call: dict[str, Any] = {
+            "inputs": [inputs[name] for name in source.inputs],
+            "template": [(name, template[name]) for name in source.template],
+            "grid": grid,
+            "threadgroup": threadgroup,
+            "output_shapes": [tuple(shape) for shape, _ in outputs],
+            "output_dtypes": [dtype for _, dtype in outputs],
+        }
+
+    def __call__(self) -> list[mx.array]:
+        op, backend, inputs, template, names = self._launch
+        made = self._kernel(**self._call)
+        # The emulator computes on copies.
+        for name, array in getattr(made, "updated", {}).items():
+            inputs[name][...] = array
+        arrays = list(made)
+        for launches in getattr(_recorders, "active", ()):
+            named = dict(zip(names, arrays, strict=True))
+            grids = (self._call["grid"], self._call["threadgroup"])
+            launches.append(Launch(op, backend, dict(inputs), named, dict(template), *grids))
+        return arrays
 
 
 @contextmanager

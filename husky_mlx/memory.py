@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import mlx.core as mx
 import psutil
 
 from husky_mlx.errors import MemoryLimitError
 
 
+@functools.cache
 def memory_limit() -> int:
     """Bytes that MLX should keep below: Metal's recommended working set, else the memory there is.
 

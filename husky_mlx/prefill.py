@@ -16,8 +16,9 @@ from husky_mlx.buffers import check_layout
 from husky_mlx.cache import KVCache
 from husky_mlx.config import LlamaConfig
 from husky_mlx.fused import ORDER_SIZE, FusedWeights
+from husky_mlx.kernels import Prepared
 from husky_mlx.matrix import Matrix
-from husky_mlx.ops.dequantize import dequantize_kernel
+from husky_mlx.ops.dequantize import prepare_dequantize
 from husky_mlx.ops.embed import embed
 from husky_mlx.ops.gemv import Platform
 from husky_mlx.ops.rms_lm_head import rms_lm_head_argmax_kernel
@@ -57,6 +58,8 @@ class Prefill:
         self._platform = platform
         self._written_out_from = written_out_from
         self._short = short
+        # By the identity of matrices that this object holds.
+        self._prepared: dict[int, Prepared] = {}
 
     def logits(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """(1, L) token ids -> logits (1, L, vocabulary); each cache gains L rows."""
@@ -130,7 +133,7 @@ class Prefill:
         assert isinstance(fused, Fused)  # others make no Matrix
         if not self._written_out(x.shape[0], matrix):
             return fused.multiply(x)
-        y = x @ dequantize_kernel(matrix, self._platform).T
+        y = x @ self._write_out(matrix).T
         return y if fused.bias is None else y + fused.bias
 
     def _multiply_add(
@@ -140,7 +143,7 @@ class Prefill:
         assert isinstance(fused, Fused)
         weight = None
         if self._written_out(x.shape[0], matrix):
-            weight = dequantize_kernel(matrix, self._platform)
+            weight = self._write_out(matrix)
         elif fused.scales is None:
             weight = fused.weight
         if weight is None:
@@ -148,6 +151,13 @@ class Prefill:
         # Summed up in float32, and two launches less.
         y = mx.addmm(residual, x, weight.T)
         return y if fused.bias is None else y + fused.bias
+
+    def _write_out(self, matrix: Matrix) -> mx.array:
+        prepared = self._prepared.get(id(matrix))
+        if prepared is None:
+            prepared = self._prepared[id(matrix)] = prepare_dequantize(matrix, self._platform)
+        (weight,) = prepared()
+        return weight
 
     def _row_bytes(self) -> int:
         """Bytes of the activations of one row that may live at once."""

@@ -58,13 +58,16 @@ def _record(value: Any) -> Any:
 
 
 def _same(value: Any, recorded: _Container) -> bool:
-    if type(value) is not recorded.kind or len(value) != len(recorded.values):
+    if type(value) is not recorded.kind:
         return False
     if isinstance(value, nn.Module) and (
         tuple(map(vars(value).get, _CONSTANTS)) != recorded.constants
     ):
         return False
-    for child, was in zip(_values(value), recorded.values, strict=True):
+    values = _values(value)
+    if len(values) != len(recorded.values):
+        return False
+    for child, was in zip(values, recorded.values, strict=True):
         if type(was) is _Container:
             if not _same(child, was):
                 return False

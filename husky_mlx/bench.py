@@ -30,16 +30,20 @@ PACKAGE = Path(__file__).resolve().parent
 
 
 class Engine(NamedTuple):
-    """A model class, the loop that drives it, and what its environment adds."""
+    """A model class, the loop that drives it, what its environment adds, and the dtype that its
+    weights are dequantised to, or "" for weights as they are."""
 
     backend: str
     loop: str
     environment: dict[str, str]
+    unquantized: str = ""
 
 
 ENGINES = {
     "husky": Engine("husky", "husky", {}),
     BASELINE: Engine("mlx", "mlx-lm", {}),
+    "mlx-lm-bf16": Engine("mlx", "mlx-lm", {}, "bfloat16"),
+    "mlx-lm-fp16": Engine("mlx", "mlx-lm", {}, "float16"),
     "husky-eager": Engine("husky", "husky", {"HUSKY_EAGER": "1"}),
     "mlx-lm-loop": Engine("husky", "mlx-lm", {}),
     LLAMA_CPP: Engine(LLAMA_CPP, LLAMA_CPP, {}),
@@ -163,7 +167,14 @@ class EngineProcess:
             start_new_session=True,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(python_path)} | engine.environment,
         )
-        self._send({**settings, "backend": engine.backend, "loop": engine.loop})
+        self._send(
+            {
+                **settings,
+                "backend": engine.backend,
+                "loop": engine.loop,
+                "unquantized": engine.unquantized,
+            }
+        )
 
     def __enter__(self) -> EngineProcess:
         return self

@@ -7,7 +7,8 @@ of figures a trial, or ``{"error": ...}`` as the last line. All other output goe
 Stock mlx-lm runs in its fastest dtype: on a GPU the checkpoint's own, on the CPU build float32.
 Measured there (SmolLM2's dimensions, 2 x86 cores, mlx 0.32.4, decode tok/s): at 4 bit float32 9.8,
 bfloat16 0.75, float16 0.24; at 8 bit 9.6, 1.2, 0.16; at 16 bit 8.5, 6.6, 3.9. Only the prefill of
-unquantised bfloat16 is faster than float32 (23 against 14 tok/s).
+unquantised bfloat16 is faster than float32 (23 against 14 tok/s). The 16-bit engines run in the
+dtype of their name everywhere: they stand for the checkpoint before it was quantised.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
+from mlx_lm.utils import dequantize_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -99,10 +101,23 @@ def load_model(specification: dict) -> tuple[nn.Module, Any, int]:
         raise HuskyError(
             f"expected a model of backend {backend}, found {type(model).__module__}.Model"
         )
-    if backend == "mlx" and device.target() == "cpu":
+    if specification["unquantized"]:
+        unquantize(model, getattr(mx, specification["unquantized"]))
+    elif backend == "mlx" and device.target() == "cpu":
         model.set_dtype(mx.float32)
     mx.eval(model.parameters())
     return model, tokenizer, config.get("vocab_size") or config["text_config"]["vocab_size"]
+
+
+def unquantize(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Replace every quantized weight by its values in ``dtype``, one matrix after the other.
+
+    The peak is the result and whatever of the quantized weights is not replaced yet.
+    """
+    dequantize_model(model).set_dtype(dtype)
+    for weight in dict(tree_flatten(model.parameters())).values():
+        mx.eval(weight)
+    mx.clear_cache()
 
 
 def _build_shape(specification: dict) -> tuple[nn.Module, Any, dict]:

@@ -41,6 +41,8 @@ SETTINGS = {
     "seed": 0,
     "debug": False,
 }
+# What a process is told besides the settings, by its engine.
+AS_STORED = {"unquantized": ""}
 # An engine that speaks the protocol and logs every request. Its n-th trial takes n ms.
 FAKE = """
 import json, os, sys, time
@@ -167,18 +169,21 @@ def test_default_lengths_are_those_of_the_target_and_printed(fake_engines, capsy
 
 def test_engines_get_their_backend_loop_and_environment(fake_engines, monkeypatch):
     log = fake_engines()
-    names = ["husky", "mlx-lm", "husky-eager", "mlx-lm-loop"]
+    names = ["husky", "mlx-lm", "mlx-lm-bf16", "mlx-lm-fp16", "husky-eager", "mlx-lm-loop"]
     bench.compare(names, SETTINGS | {"num_trials": 1})
+    keys = ("backend", "loop", "unquantized")
     told = {
-        entry["name"]: (entry["specification"]["backend"], entry["specification"]["loop"])
+        entry["name"]: tuple(entry["specification"][key] for key in keys)
         for entry in log()
         if "specification" in entry
     }
     assert told == {
-        "husky": ("husky", "husky"),
-        "mlx-lm": ("mlx", "mlx-lm"),
-        "husky-eager": ("husky", "husky"),
-        "mlx-lm-loop": ("husky", "mlx-lm"),
+        "husky": ("husky", "husky", ""),
+        "mlx-lm": ("mlx", "mlx-lm", ""),
+        "mlx-lm-bf16": ("mlx", "mlx-lm", "bfloat16"),
+        "mlx-lm-fp16": ("mlx", "mlx-lm", "float16"),
+        "husky-eager": ("husky", "husky", ""),
+        "mlx-lm-loop": ("husky", "mlx-lm", ""),
     }
     monkeypatch.setattr(
         bench,
@@ -365,7 +370,7 @@ def test_figures_of_a_trial_by_a_known_clock_C126(monkeypatch):
 def serve(lines, **changes):
     """The replies of an engine in this process to a specification and further lines."""
     replies = []
-    feed = iter([json.dumps(SETTINGS | changes), *map(json.dumps, lines)])
+    feed = iter([json.dumps(SETTINGS | AS_STORED | changes), *map(json.dumps, lines)])
 
     class Requests:
         def readline(self):
@@ -398,6 +403,43 @@ def test_engine_serves_trials_of_the_asked_model_and_length(bits):
     if loaded["target"] == "cpu":
         _, (stock,) = serve([], backend="mlx", loop="mlx-lm", bits=bits)
         assert stock["dtypes"] == ["float32"]
+
+
+def numpy_values(weights, stem, bits):
+    """The float32 values of MLX's affine layout: 32 / bits quants a word from the low end up."""
+    shifts = np.arange(32 // bits, dtype=np.uint32) * bits
+    words = np.array(weights[f"{stem}.weight"])
+    quants = (words[..., None] >> shifts & (2**bits - 1)).reshape(len(words), -1)
+    scales, biases = (
+        np.array(weights[f"{stem}.{part}"].astype(mx.float32)) for part in ("scales", "biases")
+    )
+    group = quants.shape[1] // scales.shape[1]
+    return quants * scales.repeat(group, axis=1) + biases.repeat(group, axis=1)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_a_16_bit_engine_holds_the_same_values_without_the_quantized_ones(name):
+    weights = shapes.random_weights(TINY, 4, 32, mx.bfloat16, 0)
+    config = TINY | {"quantization": {"group_size": 32, "bits": 4}}
+    model = loading.build_model(config, dict(weights), backend="mlx")
+    bench_engine.unquantize(model, getattr(mx, name))
+    held = dict(tree_flatten(model.parameters()))
+    assert set(held) == set(shapes.parameter_shapes(TINY))
+    assert {value.dtype for value in held.values()} == {getattr(mx, name)}
+    for stem in ("model.embed_tokens", "model.layers.2.mlp.down_proj"):
+        found = np.array(held[f"{stem}.weight"].astype(mx.float32))
+        # bfloat16 keeps 8 bits: half a unit in the last place, here of the largest value.
+        np.testing.assert_allclose(found, numpy_values(weights, stem, 4), atol=np.ptp(found) / 256)
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+def test_a_16_bit_engine_runs_in_16_bits_on_the_cpu_too(bits):
+    told = {"backend": "mlx", "loop": "mlx-lm", "unquantized": "bfloat16", "bits": bits}
+    code, (loaded, done) = serve([REQUEST], **told)
+    assert code == 0
+    assert loaded["model_class"].startswith("mlx_lm.models.llama.")
+    assert loaded["dtypes"] == ["bfloat16"]
+    assert (done["prompt_tokens"], done["generation_tokens"]) == (5, 6)
 
 
 def test_engine_samples_when_asked():
@@ -524,13 +566,8 @@ def test_random_weights_load_strictly_into_mlx_lm(bits, tied):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_random_weights_have_mean_0_and_variance_1_over_inputs(bits):
     weights = shapes.random_weights(TINY | {"vocab_size": 8192}, bits, 32, mx.float32, 0)
-    words = np.array(weights["model.embed_tokens.weight"])
-    per_word = 32 // bits
-    shifts = np.arange(per_word, dtype=np.uint32) * bits
-    quants = (words[..., None] >> shifts & (2**bits - 1)).reshape(8192, 64)
-    scales = np.array(weights["model.embed_tokens.scales"]).repeat(32, axis=1)
-    biases = np.array(weights["model.embed_tokens.biases"]).repeat(32, axis=1)
-    values = quants * scales + biases
+    values = numpy_values(weights, "model.embed_tokens", bits)
+    assert values.shape == (8192, 64)
     assert abs(values.mean()) < 1e-3
     assert values.var() * 64 == pytest.approx(1.0, rel=0.02)
 

@@ -156,12 +156,16 @@ def parse(text: str, memory: int | None = None) -> tuple[Chip, str | None]:
         return _bin(found[1], None if found[2] is None else int(found[2]), memory)
     capability = re.fullmatch(r"sm(\d+)a?", key)
     if capability and int(capability[1]) in _CUDA:
-        chip = _cuda(int(capability[1]))
-        return (chip if memory is None else replace(chip, memory=(memory,))), None
+        return with_memory(_cuda(int(capability[1])), memory), None
     raise ValueError(
         f"unknown chip {text!r}; known: {', '.join(_APPLE)} (with -40c, say, for 40 GPU cores), "
         f"{', '.join(f'sm_{number}' for number in _CUDA)}"
     )
+
+
+def with_memory(chip: Chip, memory: int | None) -> Chip:
+    """The chip with ``memory`` GB as its only size; as it is for None."""
+    return chip if memory is None else replace(chip, memory=(memory,))
 
 
 def parse_memory(text: str) -> int:
@@ -179,7 +183,7 @@ def _bin(name: str, cores: int | None, memory: int | None) -> tuple[Chip, str | 
         raise ValueError(f"chip {name!r}: none has {cores} GPU cores; known: {offered}")
     if memory is not None:
         sold = sorted({size for chip in bins for size in chip.memory})
-        bins = [replace(chip, memory=(memory,)) for chip in bins if memory in chip.memory]
+        bins = [with_memory(chip, memory) for chip in bins if memory in chip.memory]
         if not bins:
             raise ValueError(
                 f"chip {name!r}: none has {memory} GB of memory"

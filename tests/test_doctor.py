@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import mlx.core as mx
+import mlx_lm
 import pytest
 from fixtures import FIX_A, write_folder
 from test_fused_step import use_kernels
@@ -31,6 +32,7 @@ from husky_mlx import (
     records,
 )
 from husky_mlx.doctor_report import FAIL, OK, WARN, findings
+from husky_mlx.dropin import DropIn
 from husky_mlx.native import NativeError, compiler
 from husky_mlx.ops.gemv import Platform
 
@@ -196,6 +198,19 @@ def test_a_broken_kernel_is_found(emulated, planted, says):
 def test_a_right_kernel_is_right(emulated):
     emulated("embed", SCALED, SCALED)
     assert next(iter(doctor_compute.kernel_checks())).state == OK
+
+
+@pytest.mark.slow
+def test_whole_steps_and_prompts_are_right_and_every_kernel_runs(monkeypatch):
+    """In the emulator, where prompts on MLX's CPU build are float32."""
+    use_kernels(monkeypatch, "fast")
+    platform = Platform(chips.parse("m1")[0], "emulator")
+    monkeypatch.setattr(graphs, "kernel_platform", lambda: platform)
+    monkeypatch.setattr(doctor_compute, "FORMATS", ((4, 64, "float32"),))
+    found = {finding.name: finding for finding in doctor_compute.kernel_checks()}
+    kernels._kernel.cache_clear()
+    assert {"decode step", "prompts", "kernel down_add", "kernels"} <= set(found)
+    assert [finding for finding in found.values() if finding.state != OK] == []
 
 
 def test_parity_sees_another_token():
@@ -402,6 +417,13 @@ class TestChoice:
         # Ours alone has these.
         model, _ = loading.load(self.folder, max_context=64)
         assert type(model).__module__.startswith("husky_mlx")
+
+    def test_the_commands_of_mlx_lm_follow_it_too(self):
+        self.remember("reference")
+        for backend, follows in ((None, True), ("husky", False)):
+            with DropIn(backend):
+                model, _ = mlx_lm.load(self.folder)
+            assert (model.plan.choice is not None) == follows
 
     @pytest.mark.parametrize("how", ["argument", "HUSKY_BACKEND", "HUSKY_CHOICE"])
     def test_who_asks_for_something_gets_it(self, monkeypatch, how):

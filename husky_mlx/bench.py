@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         if args.memory is not None:
             raise HuskyError("--memory needs --predict: this machine has what it has")
         if args.plot:
-            bench_plot.require()
+            bench_plot.require(Path(args.plot))
         names = args.engines or DEFAULT_ENGINES
         optional = () if args.engines else OPTIONAL_ENGINES
         result = describe_run() | compare(names, settings, optional)

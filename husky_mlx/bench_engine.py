@@ -1,10 +1,9 @@
 """One engine of ``husky bench``: a process that loads a model once and times trials on request.
 
 It speaks JSON lines. In: the specification, then one line a request: ``{"prompts": [ids, ...],
-"generation_tokens": n}`` for a trial, ``{"tokenize": file}`` for the ids of a text, ``{"copy":
-true}`` for the bandwidth of copying; the end of the input ends the process. Out: one line about the
-loaded model, then one line a request, or ``{"error": ...}`` as the last line. All other output goes
-to stderr.
+"generation_tokens": n}`` for a trial, ``{"tokenize": file}`` for the ids of a text; the end of the
+input ends the process. Out: one line about the loaded model, then one line a request, or
+``{"error": ...}`` as the last line. All other output goes to stderr.
 
 Stock mlx-lm runs in its fastest dtype: on a GPU the checkpoint's own, on the CPU build float32.
 Measured there (SmolLM2's dimensions, 2 x86 cores, mlx 0.32.4, decode tok/s): at 4 bit float32 9.8,
@@ -37,7 +36,6 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from husky_mlx import device, shapes, sources
-from husky_mlx.bandwidth import copy_bandwidth
 from husky_mlx.bench_machine import MEGABYTE, describe_machine
 from husky_mlx.bench_report import LLAMA_CPP
 from husky_mlx.bench_trial import peak_resident_bytes, run_trial
@@ -64,9 +62,7 @@ def serve(requests: IO[str], reply: Callable[[dict], None]) -> int:
         reply(describe_machine() | described | memory | {"load_s": load_seconds})
         for line in requests:
             request = json.loads(line)
-            if "copy" in request:
-                reply({"copy_gb_s": copy_bandwidth()})
-            elif "tokenize" in request:
+            if "tokenize" in request:
                 reply({"tokens": tokens_of(request["tokenize"], tokenizer)})
             else:
                 reply(trial(request) | {"rss_mb": peak_resident_bytes() / MEGABYTE})

@@ -12,8 +12,12 @@ from husky_mlx.errors import HuskyError
 DRAWN = ("first_token_ms", "prefill_tps", "decode_tps", "peak_mb")
 
 
-def require() -> None:
-    """Raise HuskyError where there is nothing to draw with, before anything is timed."""
+def require(path: Path) -> None:
+    """Raise HuskyError where nothing could be drawn to ``path``, before anything is timed."""
+    if not path.resolve().parent.is_dir():
+        raise HuskyError(f"--plot {path}: there is no folder {path.parent}")
+    if path.suffix != ".png":
+        raise HuskyError(f"--plot {path}: expected a name that ends in .png")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

@@ -8,19 +8,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from husky_mlx.bandwidth import copy_bandwidth_apart
 from husky_mlx.bench_machine import Bystanders
 from husky_mlx.bench_report import BASELINE, LLAMA_CPP, SIXTEEN_BIT, in_order, report, report_case
 from husky_mlx.errors import HuskyError
 from husky_mlx.notices import notice
+from husky_mlx.paths import child_environment
 
 SEED = 0
 # Prompt and reply. On a CPU mlx-lm reads about 10 tokens a second and writes 7 (4 bit, 2 cores).
@@ -28,7 +28,6 @@ DEFAULT_LENGTHS = {"cpu": (64, 32), "metal": (1024, 512), "cuda": (1024, 512)}
 DEFAULT_ROUNDS = {"cpu": 3, "metal": 5, "cuda": 5}
 # Of the memory that MLX may use: what all engines together may take before one is left out.
 MEMORY_SHARE = 0.8
-PACKAGE = Path(__file__).resolve().parent
 
 
 class Engine(NamedTuple):
@@ -57,7 +56,6 @@ class EngineProcess:
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         engine = ENGINES[name]
-        python_path = [str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.name = name
         self.process = subprocess.Popen(
             engine_command(name),
@@ -67,9 +65,7 @@ class EngineProcess:
             # Ctrl-C is the parent's alone to handle: it ends the engines.
             start_new_session=True,
             # An engine runs what its name says, whatever husky doctor once chose.
-            env=os.environ
-            | {"PYTHONPATH": os.pathsep.join(python_path), "HUSKY_CHOICE": "0"}
-            | engine.environment,
+            env=child_environment() | {"HUSKY_CHOICE": "0"} | engine.environment,
         )
         self._send(
             {
@@ -145,7 +141,7 @@ def compare(
             notice(f"{name}: loaded in {loaded[name]['load_s']:.1f} s: {loaded[name]['plan']}")
         names = in_order(engines)
         done, prompts = _prepare(settings, engines, loaded)
-        copies = [engines[names[0]].ask({"copy": True})["copy_gb_s"]]
+        copies = [copy_bandwidth_apart()]
         bystanders = Bystanders([engine.process.pid for engine in engines.values()])
         cases = []
         for length, generated, batch in itertools.product(
@@ -155,7 +151,7 @@ def compare(
             request = {"prompts": rows, "generation_tokens": generated}
             cases.append(_run_case(engines, names, request, done["num_trials"]))
         busy = bystanders.share()
-        copies.append(engines[names[0]].ask({"copy": True})["copy_gb_s"])
+        copies.append(copy_bandwidth_apart())
     reported = [report_case(case, loaded, max(copies)) for case in cases]
     ordered = {name: loaded[name] for name in names}
     return report(done, ordered, reported, copies, busy)

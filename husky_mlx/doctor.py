@@ -78,10 +78,7 @@ def checks(model: str | None = None) -> Sequence[tuple[str, Check]]:
         ("model files", models.cached_models),
     ]
     if model is not None:
-        listed += [
-            ("model files", functools.partial(models.model_files, model)),
-            ("fastest", functools.partial(models.fastest_way, model)),
-        ]
+        listed.append(("model", functools.partial(models.model_checks, model)))
     return listed
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from husky_mlx import checkpoint, choices, gguf, integrity, sources
 from husky_mlx.bench_run import SEED, compare
 from husky_mlx.choices import FUSED, REFERENCE, STOCK, Choice
-from husky_mlx.doctor_report import Finding, fail, ok
+from husky_mlx.doctor_report import FAIL, Finding, fail, ok
+from husky_mlx.errors import SourceError, UnsupportedModel
 from husky_mlx.memory import megabytes, memory_limit
 from husky_mlx.notices import notice
 
@@ -28,25 +29,21 @@ def cached_models() -> Iterator[Finding]:
             yield _files(name, path)
 
 
-def model_files(name: str) -> Iterator[Finding]:
-    """The files of one model, fetched first if need be, and whether it fits."""
-    path = sources.resolve(name, notify=notice)
-    yield _files(name, path)
-    size = _size(path)
-    found = f"{name}: {megabytes(size)} of weights, MLX may use {megabytes(memory_limit())}"
-    if size > memory_limit():
-        yield fail("model memory", found, f"take fewer bits or a smaller model: husky plan {name}")
-    else:
-        yield ok("model memory", found)
+def model_checks(name: str) -> Iterator[Finding]:
+    """The files of one model, fetched first if need be; whether it fits; which way is fastest.
 
-
-def fastest_way(name: str) -> Iterator[Finding]:
-    """Time the three ways and keep the winner, which ``load`` takes from then on."""
-    path = sources.resolve(name)
-    config = gguf.read_config(path) if path.is_file() else checkpoint.read_config(path)
-    choice = choose(decode_speeds(name))
-    choices.remember(config, choice)
-    yield ok("fastest", f"{choice}; kept in {choices.path()}, HUSKY_CHOICE=0 ignores it")
+    Ends at the first fail: nothing after it could be right.
+    """
+    try:
+        path = sources.resolve(name, notify=notice)
+    except SourceError as error:
+        yield fail("model files", str(error), "give a folder, a .gguf file, an alias or a repo")
+        return
+    for check in (_files, _fits, _fastest):
+        finding = check(name, path)
+        yield finding
+        if finding.state == FAIL:
+            return
 
 
 def decode_speeds(name: str) -> dict[str, float]:
@@ -79,12 +76,27 @@ def choose(decode_tps: Mapping[str, float]) -> Choice:
 
 
 def _files(name: str, path: Path) -> Finding:
-    wrong = integrity.problems(path)
+    try:
+        wrong = integrity.problems(path)
+    except UnsupportedModel as error:
+        return fail("model files", str(error), "husky models lists what runs")
     if wrong:
         return fail("model files", f"{name}: {'; '.join(wrong)}", "fetch or convert it again")
     return ok("model files", f"{name}: {path} is whole")
 
 
-def _size(path: Path) -> int:
+def _fits(name: str, path: Path) -> Finding:
     files = [path] if path.is_file() else path.glob("*.safetensors")
-    return sum(file.stat().st_size for file in files)
+    size = sum(file.stat().st_size for file in files)
+    found = f"{name}: {megabytes(size)} of weights, MLX may use {megabytes(memory_limit())}"
+    if size > memory_limit():
+        return fail("model memory", found, "take fewer bits or a smaller model, as husky plan says")
+    return ok("model memory", found)
+
+
+def _fastest(name: str, path: Path) -> Finding:
+    """Time the three ways and keep the winner, which ``load`` takes from then on."""
+    config = gguf.read_config(path) if path.is_file() else checkpoint.read_config(path)
+    choice = choose(decode_speeds(name))
+    choices.remember(config, choice)
+    return ok("fastest", f"{choice}; kept in {choices.path()}, HUSKY_CHOICE=0 ignores it")

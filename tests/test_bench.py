@@ -23,6 +23,7 @@ from mlx_lm.models import llama
 from test_gguf_tokenizer import byte_level_file
 
 from husky_mlx import (
+    bandwidth,
     bench,
     bench_engine,
     bench_llama_cpp,
@@ -81,9 +82,6 @@ reply({"target": "cpu", "versions": {"mlx": "1"},
 number = 0
 for line in sys.stdin:
     request = json.loads(line)
-    if "copy" in request:
-        reply({"copy_gb_s": 20.0})
-        continue
     if "tokenize" in request:
         reply({"tokens": list(range(7, 7 + len(open(request["tokenize"]).read().split())))})
         continue
@@ -109,6 +107,7 @@ def fake_engines(tmp_path, monkeypatch):
     """Replace every engine by FAKE; ``fake_engines(mlx_lm="die")`` sets faults, gives the log."""
     script, log = tmp_path / "fake.py", tmp_path / "log"
     script.write_text(FAKE)
+    monkeypatch.setattr(bench_run, "copy_bandwidth_apart", lambda: 20.0)
 
     def install(**faults):
         monkeypatch.setattr(
@@ -813,7 +812,7 @@ def test_several_sequences_at_once(backend):
 
 
 def test_an_engine_says_what_a_step_reads():
-    _, (ours, copied) = serve([{"copy": True}], backend="husky", loop="husky")
+    _, (ours,) = serve([], backend="husky", loop="husky")
     _, (stock,) = serve([], backend="mlx", loop="mlx-lm")
     matrices = 160 * 64 + 3 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 64 * 96)
     # 4 bits, and a scale and a bias for 32 values: 32 bits each on the CPU, whose norms are too.
@@ -823,7 +822,6 @@ def test_an_engine_says_what_a_step_reads():
     # Keys and values of 3 layers with 2 heads of 16.
     assert ours["cache_bytes"] == stock["cache_bytes"] == 3 * 2 * 32 * itemsize
     assert ours["values"] == matrices + 7 * 64 and ours["quantized"]
-    assert copied["copy_gb_s"] > 0
 
 
 def test_a_text_becomes_the_ids_of_the_models_tokenizer(folder, tmp_path):
@@ -856,8 +854,21 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_runs(monkeypatc
     monkeypatch.setattr(sys, "argv", ["bench", "--plot", "a.png"])
     assert bench.main() == 1
     assert "--plot needs matplotlib" in capsys.readouterr().err
-    with pytest.raises(HuskyError):
-        bench_plot.require()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("none/a.png", "there is no folder none"), ("a.jpg", "ends in .png")]
+)
+def test_a_picture_that_could_not_be_written_is_refused_first(name, says):
+    with pytest.raises(HuskyError, match=says):
+        bench_plot.require(Path(name))
+
+
+def test_copying_is_measured_in_a_process_of_its_own(monkeypatch):
+    assert bandwidth.cpu_copy_bandwidth(1_000_003, 3) > 0
+    monkeypatch.setattr(bandwidth.sys, "executable", "false")
+    with pytest.raises(HuskyError, match="could not be measured"):
+        bandwidth.copy_bandwidth_apart()
 
 
 def test_a_busy_machine_is_flagged_in_table_and_json(fake_engines, monkeypatch, capsys):

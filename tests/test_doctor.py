@@ -120,7 +120,7 @@ def test_a_truncated_file_and_another_shape_are_found(tmp_path):
     assert integrity.problems(whole) == []
     weights = whole / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    found = one(lambda: doctor_model.model_files(str(whole)), FAIL)
+    found = one(lambda: doctor_model.model_checks(str(whole)), FAIL)
     assert "truncated or not a safetensors file" in found.found
     other = write_folder(tmp_path / "other", hidden_size=128)
     assert "do not fit the config" in integrity.problems(other)[0]
@@ -151,6 +151,14 @@ def test_a_flipped_byte_in_the_model_of_the_demo_is_found(tmp_path, monkeypatch)
     monkeypatch.setattr(integrity.gguf, "read_config", lambda path: {})
     found = one(doctor_model.cached_models)
     assert (found.state, f"expected {sha256}" in found.found) == (FAIL, True)
+
+
+def test_a_model_that_is_not_there_or_not_ours_is_a_finding(tmp_path):
+    found = one(lambda: doctor_model.model_checks("./none"))
+    assert (found.state, "no such file" in found.found) == (FAIL, True)
+    other = write_folder(tmp_path, model_type="qwen2")
+    found = one(lambda: doctor_model.model_checks(str(other)))
+    assert (found.state, "model_type is 'qwen2'" in found.found) == (FAIL, True)
 
 
 # 5 and 6: a kernel that does not compile, a kernel with a wrong result
@@ -238,7 +246,7 @@ def test_too_little_memory_is_found(monkeypatch, limit, state):
 def test_a_model_that_does_not_fit_is_found(tmp_path, monkeypatch):
     folder = write_folder(tmp_path / "model")
     monkeypatch.setattr(doctor_model, "memory_limit", lambda: 1000)
-    assert "husky plan" in one(lambda: doctor_model.model_files(str(folder)), FAIL).advice
+    assert "husky plan" in one(lambda: doctor_model.model_checks(str(folder)), FAIL).advice
 
 
 # 8: unknown chip
@@ -389,8 +397,8 @@ class TestChoice:
     def test_the_fastest_by_more_than_noise_wins(self, monkeypatch, speeds, way):
         timed = dict(zip(("fused", "reference", "mlx-lm"), speeds, strict=True))
         monkeypatch.setattr(doctor_model, "decode_speeds", lambda name: timed)
-        found = one(lambda: doctor_model.fastest_way(self.folder))
-        assert (found.state, found.found.startswith(way)) == (OK, True)
+        *_, found = doctor_model.model_checks(self.folder)
+        assert (found.name, found.state, found.found.startswith(way)) == ("fastest", OK, True)
         assert choices.remembered(FIX_A) == (way, timed)
         assert choices.remembered({**FIX_A, "hidden_size": 128}) is None
 

@@ -53,7 +53,8 @@ def load(
     The first eight arguments are ``mlx_lm.load``'s. ``path_or_hf_repo`` may also be a .gguf file or
     the alias "smollm2".
 
-    ``backend``: "husky", or "mlx" for mlx-lm's own class (default $HUSKY_BACKEND, else "husky").
+    ``backend``: "husky", or "mlx" for mlx-lm's own class. By default $HUSKY_BACKEND, else what
+    ``husky doctor --model`` found fastest here, which the plan says, else "husky".
     ``max_context``: the most tokens of prompt and reply together.
     ``max_kv_size``: keep the first 4 and the last tokens, this many in all, in a rotating cache.
     ``fallback``: "mlx" loads with mlx-lm what husky_mlx does not support, instead of raising.

@@ -13,16 +13,16 @@ from typing import Any
 from husky_mlx import bench_plot
 from husky_mlx.arguments import at_least, numbers_from
 from husky_mlx.bench_predict import parse_chips, predict, print_prediction
-from husky_mlx.bench_report import BASELINE, SIXTEEN_BIT, describe_run
+from husky_mlx.bench_report import BASELINE, LLAMA_CPP, SIXTEEN_BIT, describe_run
 from husky_mlx.bench_run import ENGINES, SEED, compare
 from husky_mlx.bench_table import print_table
 from husky_mlx.errors import HuskyError
 from husky_mlx.notices import notice
 from husky_mlx.shapes import SHAPES, shape_config
 
-DEFAULT_ENGINES = (SIXTEEN_BIT, BASELINE, "husky")
-# Left out where it would show nothing or not fit, unless it was asked for.
-OPTIONAL_ENGINES = (SIXTEEN_BIT,)
+DEFAULT_ENGINES = (SIXTEEN_BIT, BASELINE, "husky", LLAMA_CPP)
+# Left out where they would show nothing, do not fit or are not there, unless they were asked for.
+OPTIONAL_ENGINES = (SIXTEEN_BIT, LLAMA_CPP)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engines",
         type=_engine_names,
         help=f"comma-separated, of {', '.join(ENGINES)} (default {','.join(DEFAULT_ENGINES)}, "
-        f"{SIXTEEN_BIT} where it fits)",
+        f"{' and '.join(OPTIONAL_ENGINES)} where they can run)",
     )
     parser.add_argument("--temp", type=float, default=0.0, help="sampling temperature (default 0)")
     parser.add_argument("--top-p", type=float, default=1.0, help="nucleus, with --temp (default 1)")

@@ -84,9 +84,16 @@ def _open(specification: dict) -> tuple[dict, Callable[[dict], dict], Any]:
         return *open_engine(specification), None
     model, tokenizer, config = load_model(specification)
     tokenizer.eos_token_ids = set()
-    described = describe_model(model, config)
+    described = describe_model(model, config) | {"gguf": is_gguf(specification)}
     texts = tokenizer if specification["config"] is None else None
     return described, lambda trial: run_trial(model, tokenizer, trial, specification), texts
+
+
+def is_gguf(specification: dict) -> bool:
+    """Whether the weights are those of a GGUF file."""
+    return specification["config"] is None and (
+        sources.resolve(specification["model"], config_only=True).suffix == ".gguf"
+    )
 
 
 def tokens_of(file: str, tokenizer: Any) -> list[int]:

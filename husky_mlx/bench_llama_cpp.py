@@ -67,6 +67,7 @@ def open_engine(specification: dict) -> tuple[dict, Callable[[dict], dict]]:
         "plan": f"xllamacpp {version('xllamacpp')}, {threads} threads",
         "dtypes": [],
         "quantized": True,
+        "gguf": True,
         "values": None,
         "read_bytes": None,
         "cache_bytes": None,

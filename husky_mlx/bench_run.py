@@ -6,6 +6,7 @@ Whatever else the machine does then meets all engines alike.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import json
 import subprocess
@@ -133,7 +134,7 @@ def compare(
         engines: dict[str, EngineProcess] = {}
         loaded: dict[str, dict[str, Any]] = {}
         for name in sorted(names, key=lambda name: name in optional):
-            if name in optional and (reason := _left_out(name, loaded)):
+            if name in optional and (reason := _left_out(name, loaded, settings)):
                 notice(f"{name}: left out, {reason}")
                 continue
             engines[name] = running.enter_context(EngineProcess(name, settings))
@@ -157,9 +158,19 @@ def compare(
     return report(done, ordered, reported, copies, busy)
 
 
-def _left_out(name: str, loaded: Mapping[str, dict[str, Any]]) -> str | None:
-    """Why an engine of 16-bit weights need not run beside those that are loaded, or None."""
+def _left_out(
+    name: str, loaded: Mapping[str, dict[str, Any]], settings: Mapping[str, Any]
+) -> str | None:
+    """Why an engine need not run beside those that are loaded, or None."""
     others = list(loaded.values())
+    if name == LLAMA_CPP:
+        if importlib.util.find_spec("xllamacpp") is None:
+            return "xllamacpp is not installed"
+        if others[0]["target"] != "cpu" or not others[0]["gguf"]:
+            return "it compares with the CPU build on .gguf files"
+        if settings["temp"] or settings["batch"] != [1]:
+            return "it runs one greedy sequence"
+        return None
     if not others[0]["quantized"]:
         return "the weights are not quantized"
     needed = 2e-6 * others[0]["values"] + sum(other["active_mb"] for other in others)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from husky_mlx.bench_report import FIGURES
+from husky_mlx.bench_report import BASELINE, FIGURES
+
+MAIN_RATIO = f"husky / {BASELINE}"
 
 
 def print_table(result: Mapping[str, Any], *, markdown: bool = False) -> None:
@@ -65,25 +67,37 @@ def _title(case: Mapping[str, Any]) -> str:
 def _case_rows(
     case: Mapping[str, Any], loaded: Mapping[str, Any]
 ) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: the engines, with ours over stock right behind ours, then other ratios."""
     engines, ratios = case["engines"], case["ratios"]
-    rows = []
-    for key, label in FIGURES.items():
+    columns = list(engines)
+    if MAIN_RATIO in ratios:
+        columns.insert(columns.index("husky") + 1, MAIN_RATIO)
+    columns += [name for name in ratios if name != MAIN_RATIO]
+
+    def row(label: str, of_engine: Callable[[str], str], key: str = "") -> list[str]:
+        return [
+            label,
+            *(
+                of_engine(name) if name in engines else _median(ratios[name].get(key))
+                for name in columns
+            ),
+        ]
+
+    def figure(key: str) -> Callable[[str], str]:
         digits = 2 if key == "token_mb" else 1
-        figures = [_figure(engine["figures"].get(key), digits) for engine in engines.values()]
-        shares = (
-            f"{ratio[key]['median']:.3f}" if key in ratio else "" for ratio in ratios.values()
-        )
-        rows.append([label, *figures, *shares])
-    blank = [""] * len(ratios)
-    cold = [f"{engine['cold_first_token_ms']:.1f}" for engine in engines.values()]
-    rows.insert(1, ["first token cold, ms", *cold, *blank])
-    rows.append(["load, s", *(f"{loaded[name]['load_s']:.1f}" for name in engines), *blank])
-    for label, key in (
-        ("prompt tokens", "prompt_tokens"),
-        ("generated tokens", "generation_tokens"),
-    ):
-        rows.append([label, *(str(engine[key]) for engine in engines.values()), *blank])
-    return ["", *engines, *ratios], rows
+        return lambda name: _figure(engines[name]["figures"].get(key), digits)
+
+    rows = [row(label, figure(key), key) for key, label in FIGURES.items()]
+    cold = "cold_first_token_ms"
+    rows.insert(1, row("first token cold, ms", lambda name: f"{engines[name][cold]:.1f}"))
+    rows.append(row("load, s", lambda name: f"{loaded[name]['load_s']:.1f}"))
+    rows.append(row("prompt tokens", lambda name: str(engines[name]["prompt_tokens"])))
+    rows.append(row("generated tokens", lambda name: str(engines[name]["generation_tokens"])))
+    return ["", *columns], rows
+
+
+def _median(ratio: Mapping[str, Any] | None) -> str:
+    return "" if ratio is None else f"{ratio['median']:.3f}"
 
 
 def _figure(figure: Mapping[str, Any] | None, digits: int) -> str:

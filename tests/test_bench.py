@@ -76,7 +76,8 @@ reply({"target": "cpu", "versions": {"mlx": "1"},
        "machine": {"device": "d", "cores": 2, "os": "o", "memory_mb": 8000.0,
                    "available_mb": 4000.0, "power": "mains"},
        "model_class": "M", "plan": "p", "dtypes": ["float32"], "active_mb": 1.0, "load_s": 0.5,
-       "quantized": fault != "dense", "values": 1_000_000, "read_bytes": 100_000_000,
+       "quantized": fault != "dense", "gguf": fault == "gguf",
+       "values": 1_000_000, "read_bytes": 100_000_000,
        "memory_limit_mb": 4.0 if fault == "small" else 100.0, "cache_bytes": 1_000_000,
        "vocab_size": 50 if name == "husky" else 40})
 number = 0
@@ -272,7 +273,7 @@ def test_interrupt_ends_the_engines(tmp_path):
     assert (process.returncode, out) == (130, b"")
     assert b"Traceback" not in errors
     pids = {json.loads(line)["pid"] for line in log.read_text().splitlines()}
-    assert len(pids) == 3
+    assert len(pids) == 3  # llama.cpp is left out
     assert not any(alive(pid) for pid in pids)
 
 
@@ -760,6 +761,43 @@ def test_16_bit_is_left_out_where_it_shows_nothing_or_does_not_fit(
     assert says in capsys.readouterr().err
     fake_engines()
     assert len(bench_run.compare(names, settings, ["mlx-lm-bf16"])["engines"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "changes", "says"),
+    [
+        ("none", {}, "it compares with the CPU build on .gguf files"),
+        ("gguf", {"batch": [1, 2]}, "it runs one greedy sequence"),
+        ("gguf", {"temp": 0.5}, "it runs one greedy sequence"),
+        ("gguf", {}, None),
+    ],
+)
+def test_llama_cpp_runs_by_itself_where_it_can(
+    fake_engines, monkeypatch, capsys, fault, changes, says
+):
+    monkeypatch.setattr(bench_run.importlib.util, "find_spec", lambda name: name)
+    fake_engines(mlx_lm=fault)
+    settings = SETTINGS | {"num_trials": 1} | changes
+    result = bench_run.compare(["mlx-lm", "llama.cpp"], settings, ["llama.cpp"])
+    assert ("llama.cpp" in result["engines"]) == (says is None)
+    assert says is None or says in capsys.readouterr().err
+    monkeypatch.setattr(bench_run.importlib.util, "find_spec", lambda name: None)
+    result = bench_run.compare(["mlx-lm", "llama.cpp"], settings, ["llama.cpp"])
+    assert list(result["engines"]) == ["mlx-lm"]
+    assert "xllamacpp is not installed" in capsys.readouterr().err
+
+
+def test_the_ratio_stands_right_behind_ours(fake_engines, monkeypatch, capsys):
+    fake_engines()
+    words = [*TABLE.split(), "-n", "1", "--markdown"]
+    words[words.index("husky,mlx-lm")] = "llama.cpp,husky,mlx-lm,mlx-lm-bf16"
+    monkeypatch.setattr(sys, "argv", words)
+    assert bench.main() == 0
+    header = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("|"))
+    assert [name.strip() for name in header.split("|")[2:-1]] == [
+        *("mlx-lm-bf16", "mlx-lm", "husky", "husky / mlx-lm", "llama.cpp"),
+        *("mlx-lm-bf16 / mlx-lm", "llama.cpp / mlx-lm", "husky / llama.cpp"),
+    ]
 
 
 def test_lengths_and_batches_are_cases_of_their_own(fake_engines):

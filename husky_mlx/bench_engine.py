@@ -1,8 +1,9 @@
 """One engine of ``husky bench``: a process that loads a model once and times trials on request.
 
-It speaks JSON lines. In: the specification, then ``{"prompt": ids, "generation_tokens": n}`` a
-trial; the end of the input ends the process. Out: one line about the loaded model, then one line
-of figures a trial, or ``{"error": ...}`` as the last line. All other output goes to stderr.
+It speaks JSON lines. In: the specification, then one line a request: ``{"prompts": [ids, ...],
+"generation_tokens": n}`` for a trial, ``{"tokenize": file}`` for the ids of a text; the end of the
+input ends the process. Out: one line about the loaded model, then one line a request, or
+``{"error": ...}`` as the last line. All other output goes to stderr.
 
 Stock mlx-lm runs in its fastest dtype: on a GPU the checkpoint's own, on the CPU build float32.
 Measured there (SmolLM2's dimensions, 2 x86 cores, mlx 0.32.4, decode tok/s): at 4 bit float32 9.8,
@@ -13,17 +14,14 @@ dtype of their name everywhere: they stand for the checkpoint before it was quan
 
 from __future__ import annotations
 
-import gc
 import json
+import math
 import os
-import platform
-import resource
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from importlib.metadata import version
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,22 +29,23 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 from mlx.utils import tree_flatten
-from mlx_lm.generate import generation_stream
-from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 from mlx_lm.utils import dequantize_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-import husky_mlx
 from husky_mlx import device, shapes, sources
+from husky_mlx.bench_machine import MEGABYTE, describe_machine
 from husky_mlx.bench_report import LLAMA_CPP
+from husky_mlx.bench_trial import peak_resident_bytes, run_trial
+from husky_mlx.config import LlamaConfig
 from husky_mlx.errors import HuskyError
-from husky_mlx.generation import stream_generate
+from husky_mlx.footprint import Footprint
 from husky_mlx.loading import build_model, load
-
-MEGABYTE = 1e6
+from husky_mlx.memory import memory_limit
+from husky_mlx.model import Model
+from husky_mlx.structure import expected_shapes
 
 
 def serve(requests: IO[str], reply: Callable[[dict], None]) -> int:
@@ -57,11 +56,16 @@ def serve(requests: IO[str], reply: Callable[[dict], None]) -> int:
     specification = json.loads(requests.readline())
     try:
         started = time.perf_counter()
-        described, trial = _open(specification)
+        described, trial, tokenizer = _open(specification)
         load_seconds = time.perf_counter() - started
-        reply(describe_machine() | described | {"load_s": load_seconds})
+        memory = {"memory_limit_mb": memory_limit() / MEGABYTE}
+        reply(describe_machine() | described | memory | {"load_s": load_seconds})
         for line in requests:
-            reply(trial(json.loads(line)) | {"rss_mb": peak_resident_bytes() / MEGABYTE})
+            request = json.loads(line)
+            if "tokenize" in request:
+                reply({"tokens": tokens_of(request["tokenize"], tokenizer)})
+            else:
+                reply(trial(request) | {"rss_mb": peak_resident_bytes() / MEGABYTE})
     except Exception as error:
         if specification["debug"]:
             traceback.print_exc()
@@ -70,21 +74,40 @@ def serve(requests: IO[str], reply: Callable[[dict], None]) -> int:
     return 0
 
 
-def _open(specification: dict) -> tuple[dict, Callable[[dict], dict]]:
-    """What there is to say about the loaded model, and the function that runs a trial."""
+def _open(specification: dict) -> tuple[dict, Callable[[dict], dict], Any]:
+    """What there is to say about the loaded model, the function that runs a trial, and the model's
+    tokenizer, None where it has none for texts."""
     if specification["backend"] == LLAMA_CPP:
         # Only here: its package is no requirement.
         from husky_mlx.bench_llama_cpp import open_engine
 
-        return open_engine(specification)
-    model, tokenizer, vocabulary = load_model(specification)
+        return *open_engine(specification), None
+    model, tokenizer, config = load_model(specification)
     tokenizer.eos_token_ids = set()
-    described = describe_model(model) | {"vocab_size": vocabulary}
-    return described, lambda trial: run_trial(model, tokenizer, trial, specification)
+    described = describe_model(model, config) | {"gguf": is_gguf(specification)}
+    texts = tokenizer if specification["config"] is None else None
+    return described, lambda trial: run_trial(model, tokenizer, trial, specification), texts
 
 
-def load_model(specification: dict) -> tuple[nn.Module, Any, int]:
-    """The model, its tokenizer and its vocabulary size."""
+def is_gguf(specification: dict) -> bool:
+    """Whether the weights are those of a GGUF file."""
+    return specification["config"] is None and (
+        sources.resolve(specification["model"], config_only=True).suffix == ".gguf"
+    )
+
+
+def tokens_of(file: str, tokenizer: Any) -> list[int]:
+    """The token ids of a text file as it is, without a chat template."""
+    if tokenizer is None:
+        raise HuskyError("--prompt-file needs an engine with a tokenizer for texts: a --model")
+    tokens = tokenizer.encode(Path(file).read_text(encoding="utf-8"))
+    if not tokens:
+        raise HuskyError(f"--prompt-file {file} is empty")
+    return [int(token) for token in tokens]
+
+
+def load_model(specification: dict) -> tuple[nn.Module, Any, dict]:
+    """The model, its tokenizer and its config.json."""
     backend = specification["backend"]
     if specification["config"] is not None:
         loaded = _build_shape(specification)
@@ -106,7 +129,18 @@ def load_model(specification: dict) -> tuple[nn.Module, Any, int]:
     elif backend == "mlx" and device.target() == "cpu":
         model.set_dtype(mx.float32)
     mx.eval(model.parameters())
-    return model, tokenizer, config.get("vocab_size") or config["text_config"]["vocab_size"]
+    return model, tokenizer, config
+
+
+def unquantize(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Replace every quantized weight by its values in ``dtype``, one matrix after the other.
+
+    The peak is the result and whatever of the quantized weights is not replaced yet.
+    """
+    dequantize_model(model).set_dtype(dtype)
+    for weight in dict(tree_flatten(model.parameters())).values():
+        mx.eval(weight)
+    mx.clear_cache()
 
 
 def unquantize(model: nn.Module, dtype: mx.Dtype) -> None:
@@ -156,66 +190,12 @@ def shape_tokenizer(vocab_size: int) -> TokenizerWrapper:
     )
 
 
-def run_trial(model: nn.Module, tokenizer: Any, trial: dict, specification: dict) -> dict:
-    """One reply timed from outside the loop: ms, tokens a second, seconds and megabytes (1e6).
-
-    The first response ends the prefill; decode counts the tokens after the first over the time
-    after the first. ``peak_mb`` is what MLX held at most during the trial, weights included.
-    """
-    loop = {"husky": stream_generate, "mlx-lm": mlx_lm.stream_generate}[specification["loop"]]
-    prompt, options = trial["prompt"], dict[str, Any]()
-    if specification["temp"] > 0:
-        options["sampler"] = make_sampler(specification["temp"], specification["top_p"])
-    mx.random.seed(specification["seed"])
-    before = dict(getattr(getattr(model, "plan", None), "counts", {}))
-    gc.collect()
-    mx.reset_peak_memory()
-
-    started = time.perf_counter()
-    arrivals, read = [], 0
-    for response in loop(
-        model, tokenizer, prompt, max_tokens=trial["generation_tokens"], **options
-    ):
-        arrivals.append(time.perf_counter())
-        read = int(response.prompt_tokens)
-    total = time.perf_counter() - started
-
-    peak = max(mx.get_peak_memory(), mx.get_active_memory())
-    # mlx-lm runs one step past the last token: it must not run into the next engine's trial.
-    mx.synchronize(generation_stream)
-    mx.synchronize()
-    first, after_first = arrivals[0] - started, arrivals[-1] - arrivals[0]
-    return {
-        "first_token_ms": first * 1e3,
-        "prefill_tps": len(prompt) / first,
-        "decode_tps": (len(arrivals) - 1) / after_first if after_first else 0.0,
-        "total_s": total,
-        "peak_mb": peak / MEGABYTE,
-        "prompt_tokens": read,
-        "generation_tokens": len(arrivals),
-        "calls": {
-            kind: count - before.get(kind, 0)
-            for kind, count in getattr(getattr(model, "plan", None), "counts", {}).items()
-        },
-    }
-
-
-def peak_resident_bytes() -> int:
-    """The most memory that this process ever had resident, in bytes."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        # A new program inherits its parent's ru_maxrss on Linux; VmHWM (KiB) is its own.
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def describe_model(model: nn.Module) -> dict:
-    """Class, plan, floating-point dtypes, bytes held."""
+def describe_model(model: nn.Module, config: dict) -> dict:
+    """Class, plan, floating-point dtypes, number of weights, bytes held, and what a decode step
+    reads: of the weights, and of the cache for each token in it."""
     parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))  # type: ignore[arg-type]
     dtypes = {array.dtype for array in parameters.values()}
-    return {
+    described = {
         "model_class": f"{type(model).__module__}.{type(model).__name__}",
         "plan": model.plan.summary if hasattr(model, "plan") else "stock mlx-lm",
         "dtypes": sorted(
@@ -223,39 +203,35 @@ def describe_model(model: nn.Module) -> dict:
             for dtype in dtypes
             if mx.issubdtype(dtype, mx.floating)
         ),
+        "quantized": any(name.endswith(".scales") for name in parameters),
         "active_mb": mx.get_active_memory() / MEGABYTE,
+        "vocab_size": config.get("vocab_size") or config["text_config"]["vocab_size"],
+        "values": None,
+        "read_bytes": None,
+        "cache_bytes": None,
+    }
+    try:
+        checked = LlamaConfig.from_dict(config)
+    except HuskyError:
+        return described  # a model of mlx-lm's alone: nothing is known of what it reads
+    sizes = Counter[str]()
+    for name, array in parameters.items():
+        sizes[name.rsplit(".", 1)[0]] += array.nbytes
+    size = Footprint(checked, dict(sizes), activation_itemsize(model, parameters), "as loaded")
+    return described | {
+        "values": sum(map(math.prod, expected_shapes(checked).values())),
+        "read_bytes": size.read_bytes(),
+        "cache_bytes": size.cache_bytes(1),
     }
 
 
-def describe_machine() -> dict:
-    """Target (cpu, metal, cuda), device, processor, system and versions."""
-    return {
-        "target": device.target(),
-        "machine": {
-            "device": device.chip(),
-            "chip": _processor(),
-            "cores": os.cpu_count(),
-            "os": platform.platform(),
-            "python": platform.python_version(),
-        },
-        "versions": {
-            "husky_mlx": husky_mlx.__version__,
-            "mlx": version("mlx"),
-            "mlx-lm": version("mlx-lm"),
-        },
-    }
-
-
-def _processor() -> str:
-    if sys.platform == "darwin":
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    cpu_info = Path("/proc/cpuinfo")
-    if cpu_info.exists():
-        for line in cpu_info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+def activation_itemsize(model: nn.Module, parameters: Mapping[str, mx.array]) -> int:
+    """Bytes of a number of the KV cache: of what the embedding's values are computed in."""
+    if isinstance(model, Model):
+        return model.model.activation_dtype().size
+    table = "model.embed_tokens."
+    stored = parameters.get(f"{table}scales", parameters[f"{table}weight"]).dtype
+    return 2 if stored == mx.uint8 else stored.size  # the mx formats come out in bfloat16
 
 
 def main() -> int:

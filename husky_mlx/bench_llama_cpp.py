@@ -47,6 +47,8 @@ def open_engine(specification: dict) -> tuple[dict, Callable[[dict], dict]]:
     server = xllamacpp.Server(parameters)
 
     def trial(request: dict) -> dict:
+        if len(request["prompts"]) != 1:
+            raise HuskyError("the engine llama.cpp takes one sequence at a time: -b 1")
         started = time.perf_counter()
         timings = _complete(server, request)
         return {
@@ -64,6 +66,11 @@ def open_engine(specification: dict) -> tuple[dict, Callable[[dict], dict]]:
         "model_class": "llama.cpp",
         "plan": f"xllamacpp {version('xllamacpp')}, {threads} threads",
         "dtypes": [],
+        "quantized": True,
+        "gguf": True,
+        "values": None,
+        "read_bytes": None,
+        "cache_bytes": None,
         "active_mb": path.stat().st_size / 1e6,
         "vocab_size": config["vocab_size"],
     }
@@ -74,7 +81,7 @@ def _complete(server: Any, request: dict) -> dict:
     """llama.cpp's timings of one completion of exactly so many tokens."""
     reply = server.handle_completions(
         {
-            "prompt": request["prompt"],
+            "prompt": request["prompts"][0],
             "n_predict": request["generation_tokens"],
             "cache_prompt": False,
             "ignore_eos": True,

@@ -15,11 +15,13 @@ from typing import Any
 import mlx.core as mx
 
 from husky_mlx import checkpoint, graphs, shapes, sources
-from husky_mlx.bench import SEED, at_least, interleave
-from husky_mlx.bench_engine import describe_machine
+from husky_mlx.arguments import at_least, numbers_from
+from husky_mlx.bench_machine import describe_machine
 from husky_mlx.bench_ops_cases import OPS, Case, Cases
 from husky_mlx.bench_ops_timing import SHORT, Chain, Stopwatch, floor, launches_of
-from husky_mlx.bench_report import cell, describe_run, print_rows, summarise
+from husky_mlx.bench_report import describe_run, summarise
+from husky_mlx.bench_run import SEED, interleave
+from husky_mlx.bench_table import cell, print_rows
 from husky_mlx.errors import HuskyError
 from husky_mlx.loading import build_model
 from husky_mlx.model import Model
@@ -49,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--context",
-        type=_lengths,
+        type=numbers_from(1),
         default=[1024, 8192],
         help="comma-separated rows that attention sees (default 1024,8192)",
     )
@@ -270,10 +272,6 @@ def _host_bound(case: Mapping[str, Any]) -> bool:
 
 def _plural(count: int, word: str) -> str:
     return word if count == 1 else f"{word}s"
-
-
-def _lengths(text: str) -> list[int]:
-    return [at_least(1)(part) for part in text.split(",")]
 
 
 def _op_names(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What ``husky bench`` reports: the statistics, the record of the run, the table for people."""
+"""What ``husky bench`` reports: the statistics, and the record of the run."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from husky_mlx.bench_machine import BUSY_SHARE
 
-SCHEMA = 1
+SCHEMA = 2
 BASELINE = "mlx-lm"
+SIXTEEN_BIT = "mlx-lm-bf16"
 LLAMA_CPP = "llama.cpp"
+# The columns from the left: stock in 16 bit, stock at the same bits, ours, then the rest.
+COLUMNS = ("mlx-lm-fp16", SIXTEEN_BIT, BASELINE, "husky")
 NOISY_SPREAD = 0.10
 RECORDED_VARIABLES = ("HUSKY_", "MLX_", "OMP_", "OPENBLAS_")
 FIGURES = {
@@ -28,7 +29,17 @@ FIGURES = {
     "total_s": "total, s",
     "peak_mb": "peak MLX memory, MB",
     "rss_mb": "peak resident, MB",
+    "token_mb": "MB a token",
+    "percent_of_copy": "% of copy bandwidth",
 }
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Engines in the order of their columns."""
+    names = list(names)
+    return [name for name in COLUMNS if name in names] + [
+        name for name in names if name not in COLUMNS
+    ]
 
 
 def summarise(values: Sequence[float]) -> dict[str, Any]:
@@ -58,20 +69,43 @@ def pair_ratios(trials: Sequence[dict], baseline: Sequence[dict]) -> dict[str, d
     }
 
 
-def report(
-    settings: Mapping[str, Any],
-    loaded: Mapping[str, dict],
-    cold: Mapping[str, dict],
-    trials: Mapping[str, list[dict]],
+def roof_figures(
+    trial: Mapping[str, Any],
+    engine: Mapping[str, Any],
+    context: float,
+    batch: int,
+    copy_gb_s: float,
+) -> dict[str, float | None]:
+    """Megabytes that a decode step moves for each token with ``context`` tokens in the cache, and
+    the percent of the bandwidth of copying that this amounts to; None for an unknown engine."""
+    if engine["read_bytes"] is None:
+        return {"token_mb": None, "percent_of_copy": None}
+    moved = engine["read_bytes"] + batch * context * engine["cache_bytes"]
+    steps = trial["decode_tps"] / batch
+    return {
+        "token_mb": moved / batch / 1e6,
+        "percent_of_copy": 100 * steps * moved / (copy_gb_s * 1e9),
+    }
+
+
+def report_case(
+    case: Mapping[str, Any], loaded: Mapping[str, dict], copy_gb_s: float
 ) -> dict[str, Any]:
-    """All figures of a run as one JSON-able dict."""
+    """The figures of one prompt length, reply length and number of sequences."""
+    # The cache holds the prompt and, on average, half of the reply.
+    context = case["prompt_tokens"] + case["generation_tokens"] / 2
+    trials = {
+        name: [
+            trial | roof_figures(trial, loaded[name], context, case["batch"], copy_gb_s)
+            for trial in done
+        ]
+        for name, done in case["trials"].items()
+    }
     engines = {
         name: {
-            **{key: loaded[name][key] for key in ("model_class", "plan", "dtypes", "active_mb")},
-            "load_s": loaded[name]["load_s"],
-            "cold_first_token_ms": cold[name]["first_token_ms"],
-            "prompt_tokens": cold[name]["prompt_tokens"],
-            "generation_tokens": cold[name]["generation_tokens"],
+            "cold_first_token_ms": case["cold"][name]["first_token_ms"],
+            "prompt_tokens": case["cold"][name]["prompt_tokens"],
+            "generation_tokens": case["cold"][name]["generation_tokens"],
             "figures": {
                 key: summarise([trial[key] for trial in done])
                 for key in FIGURES
@@ -81,14 +115,15 @@ def report(
         }
         for name, done in trials.items()
     }
-    first = next(iter(loaded.values()))
+    # Ours over stock at the same bits first: the comparison that a reader looks for.
+    pairs = [(name, BASELINE) for name in sorted(trials, key=lambda name: name != "husky")]
+    pairs.append(("husky", LLAMA_CPP))
     return {
-        **{key: first[key] for key in ("target", "machine", "versions")},
-        "settings": dict(settings),
+        **{key: case[key] for key in ("prompt_tokens", "generation_tokens", "batch", "order")},
         "engines": engines,
         "ratios": {
             f"{name} / {other}": pair_ratios(trials[name], trials[other])
-            for name, other in [(name, BASELINE) for name in trials] + [("husky", LLAMA_CPP)]
+            for name, other in pairs
             if name != other and name in trials and other in trials
         },
         "noisy": [
@@ -97,6 +132,28 @@ def report(
             for key, figure in engine["figures"].items()
             if figure["noisy"]
         ],
+    }
+
+
+def report(
+    settings: Mapping[str, Any],
+    loaded: Mapping[str, dict],
+    cases: Sequence[dict[str, Any]],
+    copies: Sequence[float],
+    busy_share: float,
+) -> dict[str, Any]:
+    """All figures of a run as one JSON-able dict. ``busy_share``: of all cores, what other
+    processes took."""
+    first = next(iter(loaded.values()))
+    facts = ("model_class", "plan", "dtypes", "active_mb", "load_s", "read_bytes", "cache_bytes")
+    return {
+        **{key: first[key] for key in ("target", "machine", "versions")},
+        "settings": dict(settings),
+        "engines": {name: {key: engine[key] for key in facts} for name, engine in loaded.items()},
+        "copy_gb_s": list(copies),
+        "busy_share": busy_share,
+        "busy": busy_share > BUSY_SHARE,
+        "cases": list(cases),
     }
 
 
@@ -130,72 +187,3 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return asked[0] + (" with local changes" if asked[1] else "")
-
-
-def print_table(result: Mapping[str, Any]) -> None:
-    """Print ``describe_run() | report(...)`` for people: a table with notes above and below."""
-    settings, engines, ratios = (result[key] for key in ("settings", "engines", "ratios"))
-    header = ["", *engines, *ratios]
-    rows = [
-        [
-            label,
-            *(_figure(engine["figures"].get(key)) for engine in engines.values()),
-            *(f"{ratio[key]['median']:.3f}" if key in ratio else "" for ratio in ratios.values()),
-        ]
-        for key, label in FIGURES.items()
-    ]
-    for label, key, form in (
-        ("first token cold, ms", "cold_first_token_ms", "{:.1f}"),
-        ("load, s", "load_s", "{:.1f}"),
-        ("prompt tokens", "prompt_tokens", "{}"),
-        ("generated tokens", "generation_tokens", "{}"),
-    ):
-        cells = [form.format(engine[key]) for engine in engines.values()]
-        rows.append([label, *cells, *[""] * len(ratios)])
-
-    rounds = settings["num_trials"]
-    machine, versions = result["machine"], result["versions"]
-    weights = "{bits} bit, groups of {group_size}, {dtype}, ".format_map(settings)
-    print(
-        f"{settings['model']}: {weights if settings['config'] else ''}"
-        f"{rounds} {'round' if rounds == 1 else 'rounds'}, temp {settings['temp']}"
-    )
-    print(f"{result['target']}: {machine['device']}, {machine['cores']} cores, {machine['os']}")
-    print(", ".join(f"{name} {number}" for name, number in versions.items()))
-    for name, engine in engines.items():
-        words = [", ".join(engine["dtypes"]), engine["plan"].replace("\n", "; ")]
-        print(f"{name}: {'; '.join(filter(None, words))}")
-    if rounds == 1:
-        print("one round: the spread is unknown, -n 5 shows it\n")
-    else:
-        print("median (min to max); ! marks a spread over 10 %; ratios are medians over rounds\n")
-    print_rows(header, rows)
-    if result["noisy"]:
-        print(f"\nspread over 10 %: {', '.join(result['noisy'])}. Is the machine busy?")
-
-
-def _figure(figure: Mapping[str, Any] | None) -> str:
-    return "" if figure is None else cell(figure)
-
-
-def cell(figure: Mapping[str, Any], digits: int = 1) -> str:
-    """A summary as text: the median, with its range and a mark for noise where they are known."""
-    median, low, high = (f"{figure[key]:.{digits}f}" for key in ("median", "min", "max"))
-    if figure["spread"] is None:
-        return median
-    mark = " !" if figure["noisy"] else ""
-    return f"{median} ({low} to {high}){mark}"
-
-
-def print_rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, with lines on a terminal and plain in a file."""
-    if sys.stdout.isatty():
-        table = Table(*header, box=box.SIMPLE_HEAD)
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in (header, *rows):
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())

@@ -22,6 +22,8 @@ from husky_mlx.errors import HuskyError
 _OURS = {
     "demo": ("husky_mlx.demo", "one answer from a small real model, fetched once: try this first"),
     "models": ("husky_mlx.support", "what is supported; with a model: how it would run"),
+    "plan": ("husky_mlx.fit", "whether a model fits a machine, before a download"),
+    "doctor": ("husky_mlx.doctor", "whether everything works here, and what to do if not"),
     "bench": ("husky_mlx.bench", "husky against mlx-lm on the same weights and tokens"),
     "bench ops": ("husky_mlx.bench_ops", "each kernel against the MLX operations it replaces"),
 }

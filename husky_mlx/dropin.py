@@ -136,7 +136,8 @@ class DropIn:
         try:
             if self.chosen_backend == "husky":
                 try:
-                    return load(path, *arguments, **ours, backend="husky")
+                    # None where nobody asked: then husky doctor's choice is followed.
+                    return load(path, *arguments, **ours, backend=self.backend)
                 except UnsupportedModel as error:
                     if path.endswith(".gguf"):
                         raise

@@ -37,7 +37,7 @@ class Frozen:
         self.revision = 0
         self._step: DecodeStep | None = None
         self._native: NativeStep | None = None
-        self._native_wanted = native_step.wanted()
+        self.native_wanted = native_step.wanted()
         self._step_revision = -1
         self._built_from: Snapshot | None = None
         self._lock = threading.Lock()  # two threads' first tokens would fuse the same weights
@@ -59,6 +59,10 @@ class Frozen:
         """The weights changed: let go of the step, and with it of the fused buffers."""
         self.revision += 1
         self._step, self._native, self._built_from = None, None, None
+
+    def stay_on_reference(self, reason: str) -> None:
+        """Neither freeze a step nor build a native program for this model."""
+        self.plan.eager_reason, self.native_wanted = reason, False
 
     def step_for(
         self, model: Any, tokens: mx.array, caches: Sequence[Any]
@@ -127,11 +131,11 @@ class Frozen:
     def has_prefill(self) -> bool:
         """Whether a prompt's last token comes with the rest, as far as can be said before the step
         is built."""
-        return self._may_be_native() if self._native_wanted else self._step_has_prefill()
+        return self._may_be_native() if self.native_wanted else self._step_has_prefill()
 
     def _may_be_native(self) -> bool:
         """Whether there is a native program, as far as can be said before it is built."""
-        return self._native_wanted and (self._native is not None or self._stale())
+        return self.native_wanted and (self._native is not None or self._stale())
 
     def _step_has_prefill(self) -> bool:
         if self.plan.eager_reason is not None:
@@ -208,7 +212,7 @@ class Frozen:
         weights = pack(model, frequencies)
         self.plan.foreign_part, self.plan.notes = None, _unfused(weights)
         self._step = DecodeStep(choose_graph(self.config, weights, self.plan), self.plan)
-        if self._native_wanted:
+        if self.native_wanted:
             try:
                 self._native = NativeStep.of(model, weights.head, self.plan)
             except (NativeError, ValueError) as error:

@@ -38,21 +38,26 @@ LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Of tables that are not quantized; the scales of those that are become float16.
+_DTYPES = {"F32": "float32", "BF16": "bfloat16"}
 # RoPE tables: the first one becomes rope_scaling, the other repeats what rope_theta says.
 NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The file's metadata as a config.json-style dict, ``quantization`` included.
+    """The file's metadata as a config.json-style dict, ``quantization`` and dtype included.
 
     UnsupportedModel for another architecture, field or tensor type, each listed by name;
     CheckpointError for a damaged file. Nothing is allocated for tensors.
     """
     file = _open(path)
     config = config_from(file)
+    parameters = _parameters(file)
+    table = parameters.get("model.embed_tokens.weight")
+    config["torch_dtype"] = _DTYPES.get(table.type_name if table else "", "float16")
     bits = {
         parameter.removesuffix(".weight"): BITS[tensor.type_name]
-        for parameter, tensor in _parameters(file).items()
+        for parameter, tensor in parameters.items()
         if tensor.type_name in BITS
     }
     if bits:

@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import infer_quant_config, load_adapters, load_tokenizer
 from mlx_lm.utils import load as stock_load
 
-from husky_mlx import checkpoint, gguf_tokenizer, sources
+from husky_mlx import checkpoint, choices, gguf_tokenizer, sources
 from husky_mlx.config import LlamaConfig
 from husky_mlx.device import activation_dtype
 from husky_mlx.errors import CheckpointError, UnsupportedModel
@@ -53,7 +53,8 @@ def load(
     The first eight arguments are ``mlx_lm.load``'s. ``path_or_hf_repo`` may also be a .gguf file or
     the alias "smollm2".
 
-    ``backend``: "husky", or "mlx" for mlx-lm's own class (default $HUSKY_BACKEND, else "husky").
+    ``backend``: "husky", or "mlx" for mlx-lm's own class. By default $HUSKY_BACKEND, else what
+    ``husky doctor --model`` found fastest here, which the plan says, else "husky".
     ``max_context``: the most tokens of prompt and reply together.
     ``max_kv_size``: keep the first 4 and the last tokens, this many in all, in a rotating cache.
     ``fallback``: "mlx" loads with mlx-lm what husky_mlx does not support, instead of raising.
@@ -64,7 +65,8 @@ def load(
     Raises UnsupportedModel with the exact differences, CheckpointError for damaged files,
     SourceError for a model that cannot be had, MemoryLimitError for one that does not fit.
     """
-    backend = _choice("backend", backend or os.environ.get("HUSKY_BACKEND") or "husky")
+    asked = backend or os.environ.get("HUSKY_BACKEND")
+    backend = _choice("backend", asked or "husky")
     if fallback is not None and fallback != "mlx":
         raise ValueError(f"fallback must be None or 'mlx', found {fallback!r}")
     _check_limits(max_context, max_kv_size)
@@ -89,6 +91,12 @@ def load(
         return load_stock("backend is mlx")
     try:
         found = checkpoint.read(path, model_config)
+        choice = None if asked else choices.remembered(found.config)
+        if choice is not None and choice.way == choices.STOCK and not (max_context or max_kv_size):
+            notice(f"{path} runs on mlx-lm's model class: {choice}")
+            backend = "mlx"
+        if backend == "mlx" and path.is_dir():
+            return load_stock(f"chosen: {choice}")
         model = build_model(
             found.config,
             found.weights,
@@ -107,6 +115,8 @@ def load(
     for note in found.notes:
         warnings.warn(f"{path}: {note}", stacklevel=2)
     del found
+    if choice is not None and isinstance(model, Model):
+        model.follow(choice)
     if adapter_path is not None:
         model = load_adapters(model, adapter_path)
         model.eval()

@@ -16,8 +16,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
-from husky_mlx import device, native_step
+from husky_mlx import device
 from husky_mlx.cache import KVCache, RotatingKVCache
+from husky_mlx.choices import REFERENCE, Choice
 from husky_mlx.config import LlamaConfig
 from husky_mlx.freeze import DecodeStep
 from husky_mlx.frozen import MAX_ROWS, Frozen, eager_reason
@@ -195,8 +196,14 @@ class Model(Tracked):
     def prepare(self) -> None:
         """Fuse and freeze now instead of at the first decode; evaluates the weights."""
         self._frozen.say_dtype(self)
-        if self.plan.eager_reason is None or native_step.wanted():
+        if self.plan.eager_reason is None or self._frozen.native_wanted:
             self._frozen.freeze(self)
+
+    def follow(self, choice: Choice) -> None:
+        """Run as ``husky doctor`` chose; the plan says so."""
+        self.plan.choice = str(choice)
+        if choice.way == REFERENCE:
+            self._frozen.stay_on_reference("husky doctor timed it as the fastest here")
 
     def foreign_part(self) -> str | None:
         """What the frozen step does not know: a module or constant that is not ours any more."""

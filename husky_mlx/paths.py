@@ -16,6 +16,13 @@ def cache_dir() -> Path:
     return Path(os.path.expanduser(chosen or platformdirs.user_cache_dir("husky_mlx")))
 
 
+def child_environment() -> dict[str, str]:
+    """The environment in which another Python finds this package, from a checkout too."""
+    here = str(Path(__file__).resolve().parent.parent)
+    path = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file, and its folder if need be, in one step: another process reads all of it, or
     what was there before. Raises OSError, and leaves nothing behind."""

@@ -15,6 +15,7 @@ class Plan:
     compiled graph), "prefill" (prompts and pieces of them through the kernels), "reference" (calls
     of the general forward) and "traces" (times that the frozen step's Python ran to be traced).
     ``launches``: a line for each fused kernel of a step, empty where none runs.
+    ``choice``: what ``husky doctor`` found fastest here, where that decided.
     ``foreign_part``: what somebody built into the model, which is why there is no frozen step.
     """
 
@@ -27,6 +28,7 @@ class Plan:
     prefill: str = "plain MLX operations"
     native: str | None = None
     eager_reason: str | None = None
+    choice: str | None = None
     foreign_part: str | None = None
     launches: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -65,6 +67,7 @@ class Plan:
                 f"decode: frozen step, compiled, {self.kernels} | prefill: {self.prefill} | "
                 f"batches of more than {self.max_rows} rows: plain MLX operations"
             )
-        return "\n".join([head, step, *self.notes])
+        choice = [f"chosen: {self.choice}"] if self.choice else []
+        return "\n".join([head, step, *choice, *self.notes])
 
     __repr__ = __str__

@@ -174,13 +174,27 @@ def short_prompts(chip: Chip, itemsize: int) -> tuple[int, ...]:
     return _SHORT_PROMPTS if chip.target == "cuda" and itemsize == 2 else ()
 
 
+def tuning_name(chip: Chip) -> str:
+    """Which row of the table a chip takes, for people."""
+    key = _tuning_key(chip)
+    if key is None:
+        return "policy of an unknown chip"
+    target, generation, large = key
+    return f"policy of {target} generation {generation}, {'large' if large else 'small'}"
+
+
 def _tuning(chip: Chip) -> _Tuning:
+    key = _tuning_key(chip)
+    return _UNKNOWN if key is None else _TABLE[key]
+
+
+def _tuning_key(chip: Chip) -> tuple[str, int, bool] | None:
     large = chip.cores >= _LARGE.get(chip.target, 0)
     known = [gen for target, gen, size in _TABLE if (target, size) == (chip.target, large)]
     if not known:
-        return _UNKNOWN
+        return None
     older = [generation for generation in known if generation <= chip.generation]
-    return _TABLE[chip.target, max(older) if older else min(known), large]
+    return chip.target, max(older) if older else min(known), large
 
 
 def _mma_tile(shape: GemvShape, bits: int) -> GemvTile:

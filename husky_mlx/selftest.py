@@ -8,10 +8,11 @@ sources and model shapes, a few steps run both ways, and the verdict is remember
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import platform as machine
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -77,13 +78,12 @@ class SelfTest:
         """
         if (rows, batched) in self._passed:
             return True
-
-        def problems() -> Iterator[str | None]:
-            for layers, start in self._cases(rows, batched):
-                yield self._difference(rows, batched, layers, start)
-
         of = f"{rows} rows{' batched' if batched else ''}"
-        problem = self._verdict(of, "the fused kernels are off, replies are slower", problems)
+        problem = self._verdict(
+            of,
+            "the fused kernels are off, replies are slower",
+            functools.partial(self.problem, rows, batched),
+        )
         if problem is not None:
             self.twin.plan.kernels = f"plain MLX operations (self-test: {problem})"
             self.twin.plan.launches, self.twin.plan.prefill = [], "plain MLX operations"
@@ -94,39 +94,45 @@ class SelfTest:
     def prompts_pass(self, make: PrefillMaker) -> bool:
         """Whether prompts may take the kernels; ``make(weights, fused, plan, written_out_from)``
         builds the prefill to be tested."""
-
-        def problems() -> Iterator[str | None]:
-            for first_row in (None, 1):
-                for layer in self._one_of_each_format():
-                    yield self._prompt_difference(make, [layer], first_row)
-
         off = "the kernels for prompts are off, first tokens are slower"
-        return self._verdict("prompts", off, problems) is None
+        return self._verdict("prompts", off, functools.partial(self.prompt_problem, make)) is None
 
     def short_prompts_pass(self, lengths: Sequence[int]) -> bool:
         """Whether steps of ``lengths`` rows may take short prompts."""
-
-        def problems() -> Iterator[str | None]:
-            for length in lengths:
-                for layer in self._one_of_each_format():
-                    yield self._short_difference([layer], length)
-
         off = "the kernels for short prompts are off, their first tokens are slower"
-        return self._verdict(f"prompts of up to {max(lengths)}", off, problems) is None
+        of = f"prompts of up to {max(lengths)}"
+        return self._verdict(of, off, functools.partial(self.short_prompt_problem, lengths)) is None
 
-    def _verdict(
-        self, of: str, off: str, problems: Callable[[], Iterator[str | None]]
-    ) -> str | None:
-        """The remembered problem of this combination, or the first of ``problems``: one warning."""
+    def problem(self, rows: int, batched: bool) -> str | None:
+        """What is wrong with such steps here and now; None where they are right."""
+        return _first(
+            self._difference(rows, batched, layers, start)
+            for layers, start in self._cases(rows, batched)
+        )
+
+    def prompt_problem(self, make: PrefillMaker) -> str | None:
+        """What is wrong with prompts here and now; None where they are right."""
+        return _first(
+            self._prompt_difference(make, [layer], first_row)
+            for first_row in (None, 1)
+            for layer in self._one_of_each_format()
+        )
+
+    def short_prompt_problem(self, lengths: Sequence[int]) -> str | None:
+        """What is wrong with short prompts here and now; None where they are right."""
+        return _first(
+            self._short_difference([layer], length)
+            for length in lengths
+            for layer in self._one_of_each_format()
+        )
+
+    def _verdict(self, of: str, off: str, test: Callable[[], str | None]) -> str | None:
+        """The remembered problem of this combination, or what ``test`` finds: one warning."""
         combination = self._combination(of)
         known = verdicts.remembered()
         if combination in known:
             return known[combination]
-        try:
-            problem = next((found for found in problems() if found is not None), None)
-        except Exception as error:  # whatever a compiler, a driver or a check of ours raises
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            problem = " | ".join(lines[:4]) or type(error).__name__
+        problem = test()
         verdicts.remember(combination, problem)
         if problem is not None:
             warnings.warn(
@@ -325,6 +331,15 @@ class SelfTest:
                 of,
             )
         )
+
+
+def _first(problems: Iterable[str | None]) -> str | None:
+    """The first problem; whatever a compiler, a driver or a check of ours raises is one."""
+    try:
+        return next((found for found in problems if found is not None), None)
+    except Exception as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return " | ".join(lines[:4]) or type(error).__name__
 
 
 def _error(a: mx.array, b: mx.array, axes: tuple[int, ...]) -> mx.array:

@@ -54,20 +54,24 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.model is None:
         rows = support_list()
-        print(json.dumps(rows, indent=2) if args.json else _table(rows))
+        print(json.dumps(rows, indent=2) if args.json else table(rows))
         return 0
     verdict = check(args.model)
     if args.json:
         print(json.dumps(asdict(verdict), indent=2))
     else:
-        print(f"{verdict.model}: {verdict.verdict}")
-        print("\n".join(f"  - {reason}" for reason in verdict.reasons), end="")
-        print(("\n" if verdict.reasons else "") + _table({"path": verdict.path, **verdict.facts}))
-        if verdict.may_run_on_mlx_lm:
-            print(
-                'It may run on mlx-lm\'s own model class: fallback="mlx" in load, or --backend mlx'
-            )
+        print_verdict(verdict)
     return 1 if verdict.verdict == REFUSED else 0
+
+
+def print_verdict(verdict: Verdict) -> None:
+    """Print a verdict for people: the word, its reasons, the facts."""
+    print(f"{verdict.model}: {verdict.verdict}")
+    for reason in verdict.reasons:
+        print(f"  - {reason}")
+    print(table({"path": verdict.path, **verdict.facts}))
+    if verdict.may_run_on_mlx_lm:
+        print('It may run on mlx-lm\'s own model class: fallback="mlx" in load, or --backend mlx')
 
 
 def support_list() -> dict[str, list[str]]:
@@ -86,16 +90,26 @@ def support_list() -> dict[str, list[str]]:
 
 
 def check(name: str) -> Verdict:
-    """Read the config of a model (for a ``.gguf`` its header) and say how it would run.
+    """Read the config of a model (for a ``.gguf`` its header) and say how it would run here.
 
     Raises SourceError where the model cannot be found.
     """
+    verdict, _, config = examine(name)
+    if config is not None and (reason := eager_reason()):
+        verdict.verdict, verdict.reasons = REFERENCE, [f"decode runs eagerly: {reason}"]
+    return verdict
+
+
+def examine(name: str) -> tuple[Verdict, dict[str, Any], LlamaConfig | None]:
+    """The verdict on a model whatever machine it runs on, its config.json, and what we make of
+    that: None where it is refused. Raises SourceError where the model cannot be found."""
     path = sources.resolve(name, config_only=True)
     verdict = Verdict(model=name, path=str(path))
+    config: dict[str, Any] = {}
     try:
         config = gguf.read_config(path) if path.is_file() else checkpoint.read_config(path)
         verdict.facts = _facts(config, path)
-        LlamaConfig.from_dict(config, source=str(path))
+        checked = LlamaConfig.from_dict(config, source=str(path))
         refuse_foreign_quantization(config, str(path))
         if path.is_file():
             gguf_tokenizer.load_tokenizer(path)
@@ -105,9 +119,8 @@ def check(name: str) -> Verdict:
     except CheckpointError as error:
         verdict.verdict, verdict.reasons = REFUSED, [str(error)]
     else:
-        if reason := eager_reason():
-            verdict.verdict, verdict.reasons = REFERENCE, [f"decode runs eagerly: {reason}"]
-    return verdict
+        return verdict, config, checked
+    return verdict, config, None
 
 
 def _facts(config: Mapping[str, Any], path: Path) -> dict[str, str]:
@@ -173,7 +186,9 @@ def _index_size(path: Path) -> str | None:
         return None
 
 
-def _table(rows: Mapping[str, str | list[str]]) -> str:
+def table(rows: Mapping[str, str | list[str]]) -> str:
+    """Labels and values, a line each."""
+
     def text(value: str | list[str]) -> str:
         return value if isinstance(value, str) else ", ".join(value)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 from pathlib import Path
 
-from husky_mlx.paths import cache_dir, write_whole
+from husky_mlx import records
+from husky_mlx.paths import cache_dir
 
 
 def path() -> Path:
@@ -14,16 +15,10 @@ def path() -> Path:
 
 def remembered() -> dict[str, str | None]:
     """Verdicts of earlier runs: a combination's problem, or None. Empty where none can be read."""
-    try:
-        verdicts = json.loads(path().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return verdicts if isinstance(verdicts, dict) else {}
+    return records.read(path())
 
 
 def remember(combination: str, problem: str | None) -> None:
-    try:
-        text = json.dumps({**remembered(), combination: problem}, indent=1)
-        write_whole(path(), text.encode())
-    except OSError:
-        return  # the next load tests again
+    # Where it cannot be written the next load tests again.
+    with contextlib.suppress(OSError):
+        records.keep(path(), combination, problem)

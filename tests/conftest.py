@@ -11,6 +11,8 @@ import pytest
 
 # Most tests look at the graphs, and a native program takes seconds to compile for each new shape.
 os.environ.setdefault("HUSKY_NATIVE", "0")
+# Nor do they follow what husky doctor once found on this machine.
+os.environ.setdefault("HUSKY_CHOICE", "0")
 
 # MLX compiles into the temporary folder under names that depend on the code alone, in place: a
 # second process can load half a library.

@@ -22,7 +22,20 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from test_gguf_tokenizer import byte_level_file
 
-from husky_mlx import bench, bench_engine, bench_llama_cpp, bench_report, gguf, loading, shapes
+from husky_mlx import (
+    bandwidth,
+    bench,
+    bench_engine,
+    bench_llama_cpp,
+    bench_plot,
+    bench_report,
+    bench_run,
+    bench_table,
+    bench_trial,
+    gguf,
+    loading,
+    shapes,
+)
 from husky_mlx.errors import HuskyError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,8 +46,10 @@ SETTINGS = {
     "bits": 4,
     "group_size": 32,
     "dtype": "bfloat16",
-    "prompt_tokens": 5,
-    "generation_tokens": 4,
+    "prompt_tokens": [5],
+    "generation_tokens": [4],
+    "batch": [1],
+    "prompt_file": None,
     "num_trials": 3,
     "temp": 0.0,
     "top_p": 1.0,
@@ -43,7 +58,7 @@ SETTINGS = {
 }
 # What a process is told besides the settings, by its engine.
 AS_STORED = {"unquantized": ""}
-# An engine that speaks the protocol and logs every request. Its n-th trial takes n ms.
+# An engine that speaks the protocol and logs every trial. Its n-th one takes n ms.
 FAKE = """
 import json, os, sys, time
 name, fault, log = sys.argv[1:]
@@ -57,11 +72,21 @@ note({"specification": specification})
 if fault == "load":
     reply({"error": "ValueError: no such model"})
     sys.exit(1)
-reply({"target": "cpu", "machine": {"device": "d", "cores": 2, "os": "o"}, "versions": {"mlx": "1"},
+reply({"target": "cpu", "versions": {"mlx": "1"},
+       "machine": {"device": "d", "cores": 2, "os": "o", "memory_mb": 8000.0,
+                   "available_mb": 4000.0, "power": "mains"},
        "model_class": "M", "plan": "p", "dtypes": ["float32"], "active_mb": 1.0, "load_s": 0.5,
+       "quantized": fault != "dense", "gguf": fault == "gguf",
+       "values": 1_000_000, "read_bytes": 100_000_000,
+       "memory_limit_mb": 4.0 if fault == "small" else 100.0, "cache_bytes": 1_000_000,
        "vocab_size": 50 if name == "husky" else 40})
-for number, line in enumerate(sys.stdin, 1):
+number = 0
+for line in sys.stdin:
     request = json.loads(line)
+    if "tokenize" in request:
+        reply({"tokens": list(range(7, 7 + len(open(request["tokenize"]).read().split())))})
+        continue
+    number += 1
     note({"request": request})
     if fault == "hang":
         time.sleep(60)
@@ -72,8 +97,9 @@ for number, line in enumerate(sys.stdin, 1):
         sys.exit(1)
     reply({"first_token_ms": float(number), "prefill_tps": 2.0, "decode_tps": 10.0 * number,
            "total_s": 1.0, "peak_mb": 5.0, "rss_mb": 6.0, "calls": {},
-           "prompt_tokens": len(request["prompt"]),
-           "generation_tokens": request["generation_tokens"] - (fault == "short")})
+           "prompt_tokens": sum(map(len, request["prompts"])),
+           "generation_tokens": len(request["prompts"]) * request["generation_tokens"]
+           - (fault == "short")})
 """
 
 
@@ -82,10 +108,11 @@ def fake_engines(tmp_path, monkeypatch):
     """Replace every engine by FAKE; ``fake_engines(mlx_lm="die")`` sets faults, gives the log."""
     script, log = tmp_path / "fake.py", tmp_path / "log"
     script.write_text(FAKE)
+    monkeypatch.setattr(bench_run, "copy_bandwidth_apart", lambda: 20.0)
 
     def install(**faults):
         monkeypatch.setattr(
-            bench,
+            bench_run,
             "engine_command",
             lambda name: [
                 *(sys.executable, str(script), name),
@@ -133,44 +160,46 @@ def test_ratio_is_the_median_over_rounds_not_the_ratio_of_medians():
 
 def test_trials_interleave_on_equal_tokens_and_the_warm_up_is_apart_C126(fake_engines):
     log = fake_engines()
-    result = bench.compare(["husky", "mlx-lm"], SETTINGS)
+    result = bench_run.compare(["husky", "mlx-lm"], SETTINGS)
     requests = [entry for entry in log() if "request" in entry]
     order = " ".join(entry["name"] for entry in requests)
-    assert order == "husky mlx-lm husky mlx-lm mlx-lm husky husky mlx-lm"
-    assert result["order"] == [["husky", "mlx-lm"], ["mlx-lm", "husky"], ["husky", "mlx-lm"]]
+    assert order == "mlx-lm husky mlx-lm husky husky mlx-lm mlx-lm husky"
+    (case,) = result["cases"]
+    assert case["order"] == [["mlx-lm", "husky"], ["husky", "mlx-lm"], ["mlx-lm", "husky"]]
 
-    prompts = {tuple(entry["request"]["prompt"]) for entry in requests}
+    prompts = {tuple(*entry["request"]["prompts"]) for entry in requests}
     assert len(prompts) == 1
     assert len(prompt := prompts.pop()) == 5
     assert all(0 <= token < 40 for token in prompt)
 
-    ours = result["engines"]["husky"]
+    assert result["engines"]["husky"]["load_s"] == 0.5
+    ours = case["engines"]["husky"]
     assert ours["cold_first_token_ms"] == 1.0
-    assert ours["load_s"] == 0.5
     assert [done["first_token_ms"] for done in ours["trials"]] == [2.0, 3.0, 4.0]
     assert ours["figures"]["first_token_ms"]["median"] == 3.0
     assert (ours["prompt_tokens"], ours["generation_tokens"]) == (5, 4)
-    assert result["ratios"]["husky / mlx-lm"]["decode_tps"]["median"] == 1.0
-    assert set(result["noisy"]) == {
-        f"{name} {key}" for name in ("husky", "mlx-lm") for key in ("first_token_ms", "decode_tps")
+    assert case["ratios"]["husky / mlx-lm"]["decode_tps"]["median"] == 1.0
+    changing = ("first_token_ms", "decode_tps", "percent_of_copy")
+    assert set(case["noisy"]) == {
+        f"{name} {key}" for name in ("husky", "mlx-lm") for key in changing
     }
 
 
 def test_default_lengths_are_those_of_the_target_and_printed(fake_engines, capsys):
     log = fake_engines()
-    settings = SETTINGS | {"prompt_tokens": None, "generation_tokens": None, "num_trials": 1}
-    result = bench.compare(["mlx-lm"], settings)
-    assert "-p 128 -g 32" in capsys.readouterr().err
-    assert len(log()[-1]["request"]["prompt"]) == 128
+    settings = SETTINGS | dict.fromkeys(("prompt_tokens", "generation_tokens", "num_trials"))
+    result = bench_run.compare(["mlx-lm"], settings)
+    assert "-p 64 -g 32 -b 1 -n 3" in capsys.readouterr().err
+    assert len(log()[-1]["request"]["prompts"][0]) == 64
     assert log()[-1]["request"]["generation_tokens"] == 32
-    assert result["settings"]["prompt_tokens"] == 128
-    assert result["ratios"] == {}
+    assert result["settings"]["prompt_tokens"] == [64]
+    assert result["cases"][0]["ratios"] == {}
 
 
 def test_engines_get_their_backend_loop_and_environment(fake_engines, monkeypatch):
     log = fake_engines()
     names = ["husky", "mlx-lm", "mlx-lm-bf16", "mlx-lm-fp16", "husky-eager", "mlx-lm-loop"]
-    bench.compare(names, SETTINGS | {"num_trials": 1})
+    bench_run.compare(names, SETTINGS | {"num_trials": 1})
     keys = ("backend", "loop", "unquantized")
     told = {
         entry["name"]: tuple(entry["specification"][key] for key in keys)
@@ -186,7 +215,7 @@ def test_engines_get_their_backend_loop_and_environment(fake_engines, monkeypatc
         "mlx-lm-loop": ("husky", "mlx-lm", ""),
     }
     monkeypatch.setattr(
-        bench,
+        bench_run,
         "engine_command",
         lambda name: [
             sys.executable,
@@ -197,7 +226,7 @@ def test_engines_get_their_backend_loop_and_environment(fake_engines, monkeypatc
     monkeypatch.delenv("HUSKY_EAGER", raising=False)
     for name, value in (("husky", "unset"), ("husky-eager", "1")):
         with pytest.raises(HuskyError, match=f"engine {name} failed: {value}"):
-            bench.compare([name], SETTINGS)
+            bench_run.compare([name], SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +242,7 @@ def test_a_failing_engine_is_named_and_the_others_ended(
     fake_engines, monkeypatch, capsys, fault, message
 ):
     log = fake_engines(mlx_lm=fault)
-    command = "bench --shape smollm2-135m -p 5 -g 4 -n 3 --json"
+    command = "bench --shape smollm2-135m -p 5 -g 4 -n 3 --json --engines husky,mlx-lm"
     monkeypatch.setattr(sys, "argv", shlex.split(command))
     assert bench.main() == 1
     captured = capsys.readouterr()
@@ -228,8 +257,8 @@ def test_interrupt_ends_the_engines(tmp_path):
     script, log = tmp_path / "fake.py", tmp_path / "log"
     script.write_text(FAKE)
     driver = (
-        "import sys; from husky_mlx import bench; "
-        f"bench.engine_command = lambda name: [sys.executable, {str(script)!r}, name, 'hang', "
+        "import sys; from husky_mlx import bench, bench_run; "
+        f"bench_run.engine_command = lambda name: [sys.executable, {str(script)!r}, name, 'hang', "
         f"{str(log)!r}]; sys.exit(bench.main())"
     )
     command = [sys.executable, "-c", driver, "--shape", "smollm2-135m", "-p", "5", "-g", "4"]
@@ -244,7 +273,7 @@ def test_interrupt_ends_the_engines(tmp_path):
     assert (process.returncode, out) == (130, b"")
     assert b"Traceback" not in errors
     pids = {json.loads(line)["pid"] for line in log.read_text().splitlines()}
-    assert len(pids) == 2
+    assert len(pids) == 3  # llama.cpp is left out
     assert not any(alive(pid) for pid in pids)
 
 
@@ -280,18 +309,21 @@ def test_flags_that_would_be_ignored_are_refused():
         bench.run(args)
 
 
+TABLE = "bench --shape smollm2-135m -p 5 -g 4 --engines husky,mlx-lm"
+
+
 def test_table_has_every_figure_and_marks_noise(fake_engines, monkeypatch, capsys):
     fake_engines()
-    monkeypatch.setattr(sys, "argv", shlex.split("bench --shape smollm2-135m -p 5 -g 4 -n 3"))
+    monkeypatch.setattr(sys, "argv", shlex.split(TABLE + " -n 3"))
     assert bench.main() == 0
     table = capsys.readouterr().out
     lines = {line.split("  ")[0]: line for line in table.splitlines()}
     assert "3.0 (2.0 to 4.0) !" in lines["first token, ms"]
     assert lines["decode, tok/s"].count("30.0 (20.0 to 40.0) !") == 2
-    assert lines["peak resident, MB"].count("6.0 (6.0 to 6.0)") == 2
+    assert lines["peak resident, MB"].split()[3:5] == ["6.0", "6.0"]
     assert lines["peak resident, MB"].split()[-1] == "1.000"
     assert lines["generated tokens"].split()[2:] == ["4", "4"]
-    assert "spread over 10 %: husky first_token_ms" in table
+    assert "spread over 10 %: mlx-lm first_token_ms" in table
     assert "\x1b" not in table
 
 
@@ -299,10 +331,10 @@ def test_one_round_has_no_spread(fake_engines, monkeypatch, capsys):
     assert bench_report.summarise([2.0])["spread"] is None
     assert bench_report.summarise([2.0])["noisy"] is False
     fake_engines()
-    monkeypatch.setattr(sys, "argv", shlex.split("bench --shape smollm2-135m -p 5 -g 4 -n 1"))
+    monkeypatch.setattr(sys, "argv", shlex.split(TABLE + " -n 1"))
     assert bench.main() == 0
     table = capsys.readouterr().out
-    assert "1 round, temp" in table and "the spread is unknown" in table
+    assert "1 round, greedy" in table and "the spread is unknown" in table
     assert " to " not in table and "!" not in table
 
 
@@ -311,7 +343,7 @@ def test_the_run_is_recorded(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "husky_mlx", "bench", "-o", "a b.json"])
     record = bench_report.describe_run()
-    assert record["schema"] == 1
+    assert record["schema"] == 2
     assert record["environment"]["HUSKY_EAGER"] == "1"
     assert "secret" not in json.dumps(record)
     assert record["command"] == "python -m husky_mlx bench -o 'a b.json'"
@@ -345,18 +377,18 @@ def test_figures_of_a_trial_by_a_known_clock_C126(monkeypatch):
         held.clear()
         clock.now += 1.0
 
-    monkeypatch.setattr(bench_engine, "time", clock)
-    monkeypatch.setattr(bench_engine, "stream_generate", loop)
+    monkeypatch.setattr(bench_trial, "time", clock)
+    monkeypatch.setattr(bench_trial, "stream_generate", loop)
     earlier = mx.ones((5000, 5000))
     mx.eval(earlier)
     del earlier
     # What earlier tests left in cycles would be freed by the trial itself.
     gc.collect()
     before = mx.get_active_memory() / 1e6
-    figures = bench_engine.run_trial(
+    figures = bench_trial.run_trial(
         nn.Linear(1, 1),
         None,
-        {"prompt": [1, 2, 3], "generation_tokens": 5},
+        {"prompts": [[1, 2, 3]], "generation_tokens": 5},
         SETTINGS | {"loop": "husky"},
     )
     assert figures["first_token_ms"] == 2000.0
@@ -383,7 +415,10 @@ def serve(lines, **changes):
     return bench_engine.serve(Requests(), replies.append), replies
 
 
-REQUEST = {"prompt": [3, 1, 4, 1, 5], "generation_tokens": 6}
+REQUEST = {"prompts": [[3, 1, 4, 1, 5]], "generation_tokens": 6}
+
+
+MEASURED = [key for key in bench_report.FIGURES if key not in ("token_mb", "percent_of_copy")]
 
 
 @pytest.mark.parametrize("bits", [4, 16])
@@ -400,7 +435,7 @@ def test_engine_serves_trials_of_the_asked_model_and_length(bits):
         assert len(trials) == 2
         for done in trials:
             assert (done["prompt_tokens"], done["generation_tokens"]) == (5, 6)
-            assert all(math.isfinite(done[key]) and done[key] > 0 for key in bench_report.FIGURES)
+            assert all(math.isfinite(done[key]) and done[key] > 0 for key in MEASURED)
     if loaded["target"] == "cpu":
         _, (stock,) = serve([], backend="mlx", loop="mlx-lm", bits=bits)
         assert stock["dtypes"] == ["float32"]
@@ -464,7 +499,7 @@ def folder(tmp_path):
 
 
 def test_engines_take_a_folder_and_do_not_stop_at_its_end_token(folder):
-    request = {"prompt": [5, 9, 2], "generation_tokens": 40}
+    request = {"prompts": [[5, 9, 2]], "generation_tokens": 40}
     for backend, package in (("husky", "husky_mlx."), ("mlx", "mlx_lm.models.llama.")):
         code, (loaded, done) = serve(
             [request],
@@ -501,13 +536,14 @@ def test_command_end_to_end_prints_only_json(tmp_path):
         "engine.load_model = noisy; sys.exit(engine.main())"
     )
     driver = (
-        f"import sys; from husky_mlx import bench; bench.shape_config = lambda name: {TINY!r}\n"
-        f"bench.engine_command = lambda name: [sys.executable, '-c', {engine!r}]\n"
+        "import sys; from husky_mlx import bench, bench_run\n"
+        f"bench.shape_config = lambda name: {TINY!r}\n"
+        f"bench_run.engine_command = lambda name: [sys.executable, '-c', {engine!r}]\n"
         "sys.exit(bench.main())"
     )
-    words = shlex.split("--shape smollm2-135m --group-size 32 -p 7 -g 4 -n 2 --json")
+    words = "--shape smollm2-135m --group-size 32 -p 7 -g 4 -n 2 --json --engines husky,mlx-lm"
     done = subprocess.run(
-        [sys.executable, "-c", driver, *words],
+        [sys.executable, "-c", driver, *words.split()],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -516,11 +552,12 @@ def test_command_end_to_end_prints_only_json(tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert "more noise" in done.stderr
-    assert list(result["engines"]) == ["husky", "mlx-lm"]
-    for engine in result["engines"].values():
+    assert list(result["engines"]) == ["mlx-lm", "husky"]
+    (case,) = result["cases"]
+    for engine in case["engines"].values():
         assert (engine["prompt_tokens"], engine["generation_tokens"]) == (7, 4)
         assert len(engine["trials"]) == 2
-    assert set(result["ratios"]["husky / mlx-lm"]) == set(bench_report.FIGURES)
+    assert set(case["ratios"]["husky / mlx-lm"]) == set(bench_report.FIGURES)
     assert {"husky_mlx", "mlx", "mlx-lm"} <= set(result["versions"])
     assert result["machine"]["python"].startswith("3.")
     assert "--shape smollm2-135m" in result["command"]
@@ -660,7 +697,7 @@ def test_llama_cpp_reads_the_same_file_and_counts_its_own_tokens(fake_llama_cpp,
     described, run = bench_llama_cpp.open_engine(llama_cpp_settings(path))
     assert described["vocab_size"] == gguf.read_config(path)["vocab_size"]
     assert described["plan"].startswith("xllamacpp 1.2, ")
-    done = run({"prompt": [1, 2, 3], "generation_tokens": 5})
+    done = run({"prompts": [[1, 2, 3]], "generation_tokens": 5})
     assert (done["prompt_tokens"], done["generation_tokens"]) == (3, 5)
     assert (done["first_token_ms"], done["prefill_tps"], done["decode_tps"]) == (50.0, 60.0, 50.0)
     assert done["peak_mb"] is None
@@ -680,18 +717,219 @@ def test_what_llama_cpp_cannot_run_is_refused(fake_llama_cpp, folder, monkeypatc
 def test_figures_that_an_engine_has_not_are_left_out(capsys):
     """And husky is compared with llama.cpp itself, not only each with mlx-lm."""
     facts = {"model_class": "m", "plan": "p", "dtypes": [], "active_mb": 1.0, "load_s": 1.0}
-    facts |= {"target": "cpu", "machine": {"device": "d", "cores": 2, "os": "o"}, "versions": {}}
+    facts |= {"read_bytes": None, "cache_bytes": None, "target": "cpu", "versions": {}}
+    machine = {"device": "d", "cores": 2, "os": "o", "memory_mb": 1.0, "available_mb": 1.0}
+    facts |= {"machine": machine | {"power": "unknown"}}
     more = {"prompt_tokens": 3, "generation_tokens": 5}
     trials = {
         "husky": [trial(decode_tps=8.0, **more)] * 2,
         "llama.cpp": [trial(decode_tps=4.0, peak_mb=None, **more)] * 2,
     }
-    settings = {**SETTINGS, "config": None, "num_trials": 2}
+    loaded = dict.fromkeys(trials, facts)
     cold = {name: done[0] for name, done in trials.items()}
-    result = bench_report.report(settings, dict.fromkeys(trials, facts), cold, trials)
-    assert list(result["ratios"]) == ["husky / llama.cpp"]
-    assert result["ratios"]["husky / llama.cpp"]["decode_tps"]["median"] == 2.0
-    assert "peak_mb" not in result["ratios"]["husky / llama.cpp"]
-    bench_report.print_table(result)
+    case = {**more, "batch": 1, "order": [], "cold": cold, "trials": trials}
+    case = bench_report.report_case(case, loaded, 10.0)
+    assert list(case["ratios"]) == ["husky / llama.cpp"]
+    assert case["ratios"]["husky / llama.cpp"]["decode_tps"]["median"] == 2.0
+    assert "peak_mb" not in case["ratios"]["husky / llama.cpp"]
+    settings = {**SETTINGS, "config": None, "num_trials": 2}
+    bench_table.print_table(bench_report.report(settings, loaded, [case], [10.0], 0.0))
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("peak MLX memory")]
-    assert line.split() == ["peak", "MLX", "memory,", "MB", "1.0", "(1.0", "to", "1.0)"]
+    assert line.split() == ["peak", "MLX", "memory,", "MB", "1.0"]
+
+
+def test_columns_are_stock_in_16_bit_stock_ours_and_the_ratio_to_the_same_bits(fake_engines):
+    fake_engines()
+    names = ["llama.cpp", "husky", "mlx-lm", "mlx-lm-bf16"]
+    result = bench_run.compare(names, SETTINGS | {"num_trials": 1})
+    (case,) = result["cases"]
+    assert list(case["engines"]) == ["mlx-lm-bf16", "mlx-lm", "husky", "llama.cpp"]
+    assert next(iter(case["ratios"])) == "husky / mlx-lm"
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [("small", "all engines together would take 4 MB, 3 are"), ("dense", "are not quantized")],
+)
+def test_16_bit_is_left_out_where_it_shows_nothing_or_does_not_fit(
+    fake_engines, capsys, fault, says
+):
+    fake_engines(mlx_lm=fault)
+    settings = SETTINGS | {"num_trials": 1}
+    names = ["mlx-lm-bf16", "mlx-lm", "husky"]
+    result = bench_run.compare(names, settings, ["mlx-lm-bf16"])
+    assert list(result["engines"]) == ["mlx-lm", "husky"]
+    assert says in capsys.readouterr().err
+    fake_engines()
+    assert len(bench_run.compare(names, settings, ["mlx-lm-bf16"])["engines"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("fault", "changes", "says"),
+    [
+        ("none", {}, "it compares with the CPU build on .gguf files"),
+        ("gguf", {"batch": [1, 2]}, "it runs one greedy sequence"),
+        ("gguf", {"temp": 0.5}, "it runs one greedy sequence"),
+        ("gguf", {}, None),
+    ],
+)
+def test_llama_cpp_runs_by_itself_where_it_can(
+    fake_engines, monkeypatch, capsys, fault, changes, says
+):
+    monkeypatch.setattr(bench_run.importlib.util, "find_spec", lambda name: name)
+    fake_engines(mlx_lm=fault)
+    settings = SETTINGS | {"num_trials": 1} | changes
+    result = bench_run.compare(["mlx-lm", "llama.cpp"], settings, ["llama.cpp"])
+    assert ("llama.cpp" in result["engines"]) == (says is None)
+    assert says is None or says in capsys.readouterr().err
+    monkeypatch.setattr(bench_run.importlib.util, "find_spec", lambda name: None)
+    result = bench_run.compare(["mlx-lm", "llama.cpp"], settings, ["llama.cpp"])
+    assert list(result["engines"]) == ["mlx-lm"]
+    assert "xllamacpp is not installed" in capsys.readouterr().err
+
+
+def test_the_ratio_stands_right_behind_ours(fake_engines, monkeypatch, capsys):
+    fake_engines()
+    words = [*TABLE.split(), "-n", "1", "--markdown"]
+    words[words.index("husky,mlx-lm")] = "llama.cpp,husky,mlx-lm,mlx-lm-bf16"
+    monkeypatch.setattr(sys, "argv", words)
+    assert bench.main() == 0
+    header = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("|"))
+    assert [name.strip() for name in header.split("|")[2:-1]] == [
+        *("mlx-lm-bf16", "mlx-lm", "husky", "husky / mlx-lm", "llama.cpp"),
+        *("mlx-lm-bf16 / mlx-lm", "llama.cpp / mlx-lm", "husky / llama.cpp"),
+    ]
+
+
+def test_lengths_and_batches_are_cases_of_their_own(fake_engines):
+    log = fake_engines()
+    settings = {"prompt_tokens": [5, 9], "generation_tokens": [4], "batch": [1, 3], "num_trials": 1}
+    result = bench_run.compare(["husky"], SETTINGS | settings)
+    cases = [(case["prompt_tokens"], case["batch"]) for case in result["cases"]]
+    assert cases == [(5, 1), (5, 3), (9, 1), (9, 3)]
+    shapes_asked = [list(map(len, entry["request"]["prompts"])) for entry in log()[1::2]]
+    assert shapes_asked == [[5], [5, 5, 5], [9], [9, 9, 9]]
+    last = log()[-1]["request"]["prompts"]
+    assert last[0] != last[1]  # other tokens in each row
+
+
+def test_a_prompt_file_is_read_by_the_model_and_cut(fake_engines, tmp_path, monkeypatch, capsys):
+    log = fake_engines()
+    text = tmp_path / "a text.txt"
+    text.write_text("one two three four", encoding="utf-8")
+    settings = {"prompt_file": str(text), "prompt_tokens": None, "num_trials": 1}
+    bench_run.compare(["husky"], SETTINGS | settings)
+    assert log()[-1]["request"]["prompts"] == [[7, 8, 9, 10]]
+    bench_run.compare(["husky"], SETTINGS | settings | {"prompt_tokens": [3]})
+    assert log()[-1]["request"]["prompts"] == [[7, 8, 9]]
+    with pytest.raises(HuskyError, match="--prompt-file has 4 tokens, -p asks for 5"):
+        bench_run.compare(["husky"], SETTINGS | settings | {"prompt_tokens": [5]})
+    monkeypatch.setattr(sys, "argv", ["bench", "--prompt-file", str(tmp_path / "none")])
+    assert bench.main() == 1
+    assert "no such file" in capsys.readouterr().err
+
+
+def test_bytes_a_token_and_percent_of_the_copy_by_hand(fake_engines):
+    fake_engines()
+    settings = SETTINGS | {"num_trials": 1, "batch": [2], "generation_tokens": [10]}
+    (case,) = bench_run.compare(["husky"], settings)["cases"]
+    figures = case["engines"]["husky"]["figures"]
+    # 100 MB of weights, and for each of 2 sequences 1 MB of each of 5 + 10 / 2 tokens.
+    assert figures["token_mb"]["median"] == (100 + 2 * 10) / 2
+    # The second trial decodes 20 tokens a second: 10 steps of 120 MB, of 20 GB/s.
+    assert figures["percent_of_copy"]["median"] == pytest.approx(100 * 10 * 0.120 / 20)
+
+
+@pytest.mark.parametrize("backend", ["husky", "mlx"])
+def test_several_sequences_at_once(backend):
+    prompts = [[3, 1, 4, 1, 5], [2, 7, 1, 8, 2], [1, 6, 1, 8, 0]]
+    request = {"prompts": prompts, "generation_tokens": 6}
+    code, (_, done) = serve([request], backend=backend, loop="mlx-lm")
+    assert code == 0, done
+    assert (done["prompt_tokens"], done["generation_tokens"]) == (15, 18)
+    assert all(math.isfinite(done[key]) and done[key] > 0 for key in MEASURED)
+
+
+def test_an_engine_says_what_a_step_reads():
+    _, (ours,) = serve([], backend="husky", loop="husky")
+    _, (stock,) = serve([], backend="mlx", loop="mlx-lm")
+    matrices = 160 * 64 + 3 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 64 * 96)
+    # 4 bits, and a scale and a bias for 32 values: 32 bits each on the CPU, whose norms are too.
+    itemsize = 4 if ours["target"] == "cpu" else 2
+    expected = matrices // 2 + matrices // 32 * 2 * itemsize + 7 * 64 * itemsize
+    assert stock["read_bytes"] == expected
+    # Keys and values of 3 layers with 2 heads of 16.
+    assert ours["cache_bytes"] == stock["cache_bytes"] == 3 * 2 * 32 * itemsize
+    assert ours["values"] == matrices + 7 * 64 and ours["quantized"]
+
+
+def test_a_text_becomes_the_ids_of_the_models_tokenizer(folder, tmp_path):
+    text = tmp_path / "text"
+    text.write_text("t3 t1 t4", encoding="utf-8")
+    request = {"tokenize": str(text)}
+    _, replies = serve([request], backend="husky", loop="husky", config=None, model=folder)
+    assert replies[-1]["tokens"]
+    code, replies = serve([request], backend="husky", loop="husky")
+    assert (code, "needs an engine with a tokenizer" in replies[-1]["error"]) == (1, True)
+
+
+def test_markdown_and_a_picture(fake_engines, monkeypatch, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    fake_engines()
+    picture = tmp_path / "a picture.png"
+    monkeypatch.setattr(sys, "argv", [*TABLE.split(), "-n", "2", "--markdown", "--plot"])
+    sys.argv.append(str(picture))
+    assert bench.main() == 0
+    out = capsys.readouterr().out.splitlines()
+    table = [line for line in out if line.startswith("|")]
+    assert table[0] == "|  | mlx-lm | husky | husky / mlx-lm |"
+    assert table[1] == "| --- | --- | --- | --- |"
+    assert {line.count("|") for line in table} == {5}
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_a_picture_is_refused_before_anything_runs(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(sys, "argv", ["bench", "--plot", "a.png"])
+    assert bench.main() == 1
+    assert "--plot needs matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("none/a.png", "there is no folder none"), ("a.jpg", "ends in .png")]
+)
+def test_a_picture_that_could_not_be_written_is_refused_first(name, says):
+    with pytest.raises(HuskyError, match=says):
+        bench_plot.require(Path(name))
+
+
+def test_copying_is_measured_in_a_process_of_its_own(monkeypatch):
+    assert bandwidth.cpu_copy_bandwidth(1_000_003, 3) > 0
+    monkeypatch.setattr(bandwidth.sys, "executable", "false")
+    with pytest.raises(HuskyError, match="could not be measured"):
+        bandwidth.copy_bandwidth_apart()
+
+
+def test_a_busy_machine_is_flagged_in_table_and_json(fake_engines, monkeypatch, capsys):
+    fake_engines()
+    monkeypatch.setattr(bench_run.Bystanders, "share", lambda self: 0.4)
+    monkeypatch.setattr(sys, "argv", [*TABLE.split(), "-n", "1"])
+    assert bench.main() == 0
+    assert "other processes used 40% of all cores meanwhile" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*TABLE.split(), "-n", "1", "--json"])
+    assert bench.main() == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["busy"] is True and result["busy_share"] == 0.4
+
+
+def test_bystanders_are_others_alone(monkeypatch):
+    """A process that works is not counted if it is ours, and is if it is not."""
+    worker = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        theirs = bench_run.Bystanders([])
+        mine = bench_run.Bystanders([worker.pid])
+        time.sleep(1.0)
+        assert theirs.share() > mine.share()
+    finally:
+        worker.kill()
+        worker.wait()

@@ -33,7 +33,7 @@ from husky_mlx.errors import HuskyError
 from husky_mlx.loading import build_model
 from husky_mlx.ops.gemv import Platform
 
-M1 = Platform(chips.parse("m1"), "emulator")
+M1 = Platform(chips.parse("m1")[0], "emulator")
 
 
 @pytest.fixture(autouse=True)
@@ -401,7 +401,7 @@ def test_a_whole_run_is_pure_json_with_every_case(on_emulator, tmp_path, monkeyp
     assert cli.main(["bench", "ops", *words]) == 0
     out, err = capsys.readouterr()
     result = json.loads(out)
-    assert (result["schema"], result["benchmark"], result["target"]) == (1, "ops", "cpu")
+    assert (result["schema"], result["benchmark"], result["target"]) == (2, "ops", "cpu")
     assert result["chip"]["name"] == "m1"
     assert result["environment"]["HUSKY_KERNELS"] == "1"
     assert {"mlx", "mlx-lm", "husky_mlx"} <= set(result["versions"])

@@ -207,6 +207,7 @@ def test_config_fields(tmp_path: Path) -> None:
     assert {name: config[name] for name in FIX_A} == FIX_A
     assert config["rope_scaling"] is None
     assert "quantization" not in config and "eos_token_id" not in config
+    assert config["torch_dtype"] == "float32"
 
 
 def test_key_length_and_window(tmp_path: Path) -> None:

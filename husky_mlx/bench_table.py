@@ -1,0 +1,133 @@
+"""The tables of ``husky bench`` for people: on a terminal, in a file, as Markdown."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from husky_mlx.bench_report import BASELINE, FIGURES
+
+MAIN_RATIO = f"husky / {BASELINE}"
+
+
+def print_table(result: Mapping[str, Any], *, markdown: bool = False) -> None:
+    """Print ``describe_run() | report(...)``: a table a case, with notes above and below."""
+    settings, machine, versions = (result[key] for key in ("settings", "machine", "versions"))
+    rounds = settings["num_trials"]
+    weights = "{bits} bit, groups of {group_size}, {dtype}, ".format_map(settings)
+    end = "  \n" if markdown else "\n"
+    lines = [
+        f"{settings['model']}: {weights if settings['config'] else ''}"
+        f"{rounds} {'round' if rounds == 1 else 'rounds'}, {_sampler(settings)}",
+        f"{result['target']}: {machine['device']}, {machine['cores']} cores, {machine['os']}, "
+        f"{machine['memory_mb']:,.0f} MB, {machine['available_mb']:,.0f} free, power: "
+        f"{machine['power']}",
+        ", ".join(f"{name} {number}" for name, number in versions.items()),
+    ]
+    for name, engine in result["engines"].items():
+        words = [", ".join(engine["dtypes"]), engine["plan"].replace("\n", "; ")]
+        lines.append(f"{name}: {'; '.join(filter(None, words))}")
+    speeds = ", ".join(f"{speed:.1f}" for speed in result["copy_gb_s"])
+    lines.append(f"copying before and after: {speeds} GB/s; others used {result['busy_share']:.0%}")
+    if rounds == 1:
+        lines.append("one round: the spread is unknown, -n 5 shows it")
+    else:
+        lines.append(
+            "median (min to max); ! marks a spread over 10 %; ratios are medians over rounds"
+        )
+    print(end.join(lines))
+    for case in result["cases"]:
+        print(f"\n{_title(case)}\n")
+        print_rows(*_case_rows(case, result["engines"]), markdown=markdown)
+        if case["noisy"]:
+            print(f"\nspread over 10 %: {', '.join(case['noisy'])}. Is the machine busy?")
+    if result["busy"]:
+        print(
+            f"\nother processes used {result['busy_share']:.0%} of all cores meanwhile: run this "
+            "again on a quiet machine before you quote it"
+        )
+
+
+def _sampler(settings: Mapping[str, Any]) -> str:
+    if not settings["temp"]:
+        return "greedy"
+    return f"temp {settings['temp']}, top-p {settings['top_p']}, seed {settings['seed']}"
+
+
+def _title(case: Mapping[str, Any]) -> str:
+    batch = f", {case['batch']} sequences" if case["batch"] > 1 else ""
+    return f"prompt {case['prompt_tokens']}, reply {case['generation_tokens']}{batch}"
+
+
+def _case_rows(
+    case: Mapping[str, Any], loaded: Mapping[str, Any]
+) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: the engines, with ours over stock right behind ours, then other ratios."""
+    engines, ratios = case["engines"], case["ratios"]
+    columns = list(engines)
+    if MAIN_RATIO in ratios:
+        columns.insert(columns.index("husky") + 1, MAIN_RATIO)
+    columns += [name for name in ratios if name != MAIN_RATIO]
+
+    def row(label: str, of_engine: Callable[[str], str], key: str = "") -> list[str]:
+        return [
+            label,
+            *(
+                of_engine(name) if name in engines else _median(ratios[name].get(key))
+                for name in columns
+            ),
+        ]
+
+    def figure(key: str) -> Callable[[str], str]:
+        digits = 2 if key == "token_mb" else 1
+        return lambda name: _figure(engines[name]["figures"].get(key), digits)
+
+    rows = [row(label, figure(key), key) for key, label in FIGURES.items()]
+    cold = "cold_first_token_ms"
+    rows.insert(1, row("first token cold, ms", lambda name: f"{engines[name][cold]:.1f}"))
+    rows.append(row("load, s", lambda name: f"{loaded[name]['load_s']:.1f}"))
+    rows.append(row("prompt tokens", lambda name: str(engines[name]["prompt_tokens"])))
+    rows.append(row("generated tokens", lambda name: str(engines[name]["generation_tokens"])))
+    return ["", *columns], rows
+
+
+def _median(ratio: Mapping[str, Any] | None) -> str:
+    return "" if ratio is None else f"{ratio['median']:.3f}"
+
+
+def _figure(figure: Mapping[str, Any] | None, digits: int) -> str:
+    return "" if figure is None else cell(figure, digits)
+
+
+def cell(figure: Mapping[str, Any], digits: int = 1) -> str:
+    """A summary as text: the median, with its range and a mark for noise where they are known."""
+    median, low, high = (f"{figure[key]:.{digits}f}" for key in ("median", "min", "max"))
+    if figure["spread"] is None or low == high:
+        return median
+    mark = " !" if figure["noisy"] else ""
+    return f"{median} ({low} to {high}){mark}"
+
+
+def print_rows(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: bool = False
+) -> None:
+    """Print a table: as Markdown, with lines on a terminal, plain in a file."""
+    if markdown:
+        for row in (header, ["---"] * len(header), *rows):
+            print(f"| {' | '.join(text.replace('|', '/') for text in row)} |")
+        return
+    if sys.stdout.isatty():
+        table = Table(*header, box=box.SIMPLE_HEAD)
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())

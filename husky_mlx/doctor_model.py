@@ -1,0 +1,102 @@
+"""The part of ``husky doctor`` about models: their files, their size, which way is fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from husky_mlx import checkpoint, choices, gguf, integrity, sources
+from husky_mlx.bench_run import SEED, compare
+from husky_mlx.choices import FUSED, REFERENCE, STOCK, Choice
+from husky_mlx.doctor_report import FAIL, Finding, fail, ok
+from husky_mlx.errors import SourceError, UnsupportedModel
+from husky_mlx.memory import megabytes, memory_limit
+from husky_mlx.notices import notice
+
+# The engines of husky bench that stand for the three ways.
+ENGINES = {"husky": FUSED, "husky-eager": REFERENCE, "mlx-lm": STOCK}
+PROMPT_TOKENS, GENERATION_TOKENS, ROUNDS = 16, 64, 2
+# What another way must gain over the fused one to be chosen: less is within a machine's noise.
+MARGIN = 1.05
+
+
+def cached_models() -> Iterator[Finding]:
+    """The models that this package fetched itself."""
+    for name, model in sources.ALIASES.items():
+        path = model.cached()
+        if path is not None:
+            yield _files(name, path)
+
+
+def model_checks(name: str) -> Iterator[Finding]:
+    """The files of one model, fetched first if need be; whether it fits; which way is fastest.
+
+    Ends at the first fail: nothing after it could be right.
+    """
+    try:
+        path = sources.resolve(name, notify=notice)
+    except SourceError as error:
+        yield fail("model files", str(error), "give a folder, a .gguf file, an alias or a repo")
+        return
+    for check in (_files, _fits, _fastest):
+        finding = check(name, path)
+        yield finding
+        if finding.state == FAIL:
+            return
+
+
+def decode_speeds(name: str) -> dict[str, float]:
+    """Tokens a second of decode for each way, the median of the rounds."""
+    settings: dict[str, Any] = {
+        "model": name,
+        "config": None,
+        "prompt_tokens": [PROMPT_TOKENS],
+        "generation_tokens": [GENERATION_TOKENS],
+        "batch": [1],
+        "prompt_file": None,
+        "num_trials": ROUNDS,
+        "temp": 0.0,
+        "top_p": 1.0,
+        "seed": SEED,
+        "debug": False,
+    }
+    (case,) = compare(list(ENGINES), settings)["cases"]
+    return {
+        way: case["engines"][engine]["figures"]["decode_tps"]["median"]
+        for engine, way in ENGINES.items()
+    }
+
+
+def choose(decode_tps: Mapping[str, float]) -> Choice:
+    """The fastest way; the fused one unless another is faster by more than noise."""
+    best = max(decode_tps, key=lambda way: decode_tps[way])
+    way = best if decode_tps[best] > MARGIN * decode_tps[FUSED] else FUSED
+    return Choice(way, dict(decode_tps))
+
+
+def _files(name: str, path: Path) -> Finding:
+    try:
+        wrong = integrity.problems(path)
+    except UnsupportedModel as error:
+        return fail("model files", str(error), "husky models lists what runs")
+    if wrong:
+        return fail("model files", f"{name}: {'; '.join(wrong)}", "fetch or convert it again")
+    return ok("model files", f"{name}: {path} is whole")
+
+
+def _fits(name: str, path: Path) -> Finding:
+    files = [path] if path.is_file() else path.glob("*.safetensors")
+    size = sum(file.stat().st_size for file in files)
+    found = f"{name}: {megabytes(size)} of weights, MLX may use {megabytes(memory_limit())}"
+    if size > memory_limit():
+        return fail("model memory", found, "take fewer bits or a smaller model, as husky plan says")
+    return ok("model memory", found)
+
+
+def _fastest(name: str, path: Path) -> Finding:
+    """Time the three ways and keep the winner, which ``load`` takes from then on."""
+    config = gguf.read_config(path) if path.is_file() else checkpoint.read_config(path)
+    choice = choose(decode_speeds(name))
+    choices.remember(config, choice)
+    return ok("fastest", f"{choice}; kept in {choices.path()}, HUSKY_CHOICE=0 ignores it")

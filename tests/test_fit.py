@@ -1,0 +1,105 @@
+"""``husky plan``: fits or not, said for people and as JSON, from a config alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fixtures import FIX_A
+
+from husky_mlx import cli, fit, sources
+
+
+def ask(capsys, *words: str) -> tuple[int, dict]:
+    code = cli.main(["plan", *words, "--json"])
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return code, json.loads(captured.out)
+
+
+def test_the_command_of_the_readme(capsys):
+    words = ["--target", "m1", "--memory", "16gb", "--context", "16384"]
+    code, answer = ask(capsys, "llama-3.1-8b", *words)
+    assert code == 0 and answer["fits"]
+    assert (answer["memory_gb"], answer["context"]) == (16, 16384)
+    assert sum(answer["parts"].values()) == answer["needed"] <= answer["working_set"]
+    # 131,072 bytes a token, the buffers in steps of 256 with room for one more token.
+    assert answer["parts"]["KV cache"] == 131072 * (16384 + 256)
+    assert answer["largest_context"] > 16384
+    assert answer["predicted"]["decode_tps"] == pytest.approx(
+        68.3e9 / answer["predicted"]["decode_bytes"]
+    )
+
+
+def test_what_does_not_fit_is_said_and_is_an_exit_code(capsys):
+    assert cli.main(["plan", "llama-3.1-8b", "--bits", "16", "--target", "m1"]) == 1
+    out = capsys.readouterr().out
+    assert "does not fit: 17,394 MB at 8,192 tokens" in out
+    assert "the lowest is taken" in out and "sold with 8, 16 GB" in out
+    assert "predicted from the chip's figures, not measured" in out
+
+
+def folder_of(path, **changes) -> str:
+    (path / "config.json").write_text(json.dumps({**FIX_A, **changes}))
+    return str(path)
+
+
+def test_a_folder_without_weights_is_planned_as_it_is_stored(tmp_path, capsys):
+    name = folder_of(tmp_path, quantization={"bits": 4, "group_size": 32})
+    _, answer = ask(capsys, name, "--target", "m3pro-18c", "--memory", "36")
+    assert answer["parts"]["embedding"] == 96 * 64 * 5 // 8
+    assert answer["context"] == 512  # what it is trained for
+    assert answer["chip"]["cores"] == 18 and answer["notes"] == []
+
+
+def test_more_tokens_than_trained_for_are_a_note(tmp_path, capsys):
+    words = ["--target", "m3pro-18c", "--memory", "36gb", "--context", "2000"]
+    _, answer = ask(capsys, folder_of(tmp_path), *words)
+    assert answer["notes"] == ["the model is trained for 512 tokens, fewer than asked for"]
+
+
+def test_a_refused_model_gives_its_reasons(tmp_path, capsys):
+    code, answer = ask(capsys, folder_of(tmp_path, model_type="qwen2"), "--target", "m1")
+    assert (code, answer["verdict"]) == (1, "refused")
+    assert cli.main(["plan", str(tmp_path), "--target", "m1"]) == 1
+    assert "model_type is 'qwen2'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--target m9", "unknown chip 'm9'"),
+        ("--target m1 --memory much", "memory must be given as 16gb"),
+        ("--target m1 --memory 12gb", "none has 12 GB"),
+        ("--target sm_90", "the memory of sm_90 is not known"),
+        ("--target m1 --context 0", "--context must be at least 1"),
+    ],
+)
+def test_wrong_words_are_one_line(words, message, capsys):
+    assert cli.main(["plan", "llama-3.2-1b", *words.split()]) == 1
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.out == ""
+
+
+def test_without_a_target_it_is_this_machines_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(fit.device, "target", lambda: "cpu")
+    assert cli.main(["plan", "llama-3.2-1b"]) == 1
+    assert "say which chip is meant" in capsys.readouterr().err
+    monkeypatch.setattr(fit.device, "target", lambda: "metal")
+    chip, _ = fit.chips.parse("m2max-38c")
+    monkeypatch.setattr(fit.chips, "detect", lambda: chip)
+    _, answer = ask(capsys, "llama-3.2-1b", "--memory", "96gb")
+    assert (answer["chip"]["cores"], answer["memory_gb"]) == (38, 96)
+
+
+def test_only_the_config_is_fetched(tmp_path, monkeypatch):
+    asked = []
+
+    def resolve(name, revision=None, config_only=False, **_options):
+        asked.append((name, config_only))
+        folder_of(tmp_path)
+        return tmp_path
+
+    monkeypatch.setattr(sources, "resolve", resolve)
+    assert cli.main(["plan", "someone/model", "--target", "m1"]) == 0
+    assert asked == [("someone/model", True)]

@@ -143,17 +143,6 @@ def unquantize(model: nn.Module, dtype: mx.Dtype) -> None:
     mx.clear_cache()
 
 
-def unquantize(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Replace every quantized weight by its values in ``dtype``, one matrix after the other.
-
-    The peak is the result and whatever of the quantized weights is not replaced yet.
-    """
-    dequantize_model(model).set_dtype(dtype)
-    for weight in dict(tree_flatten(model.parameters())).values():
-        mx.eval(weight)
-    mx.clear_cache()
-
-
 def _build_shape(specification: dict) -> tuple[nn.Module, Any, dict]:
     config, bits, group_size = (specification[key] for key in ("config", "bits", "group_size"))
     if bits < 16:

@@ -7,7 +7,6 @@ is taken.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +24,6 @@ from husky_mlx.metal_text import kernel_folder
 from husky_mlx.model import Model
 from husky_mlx.ops.gemv import Platform
 from husky_mlx.pack import pack
-from husky_mlx.prefill import Prefill
 from husky_mlx.selftest import SelfTest
 
 # hidden, layers, heads, key/value heads, head_dim, MLP width, vocabulary
@@ -95,11 +93,10 @@ def _steps(model: Model, platform: Platform) -> Iterator[Finding]:
         raise ValueError(f"the built-in model takes no kernels: {made}")
     twin = StepGraph(model.args, weights, copy.copy(model.plan))
     test = SelfTest(model.args, made, twin, platform)
-    make = functools.partial(Prefill, model.args, platform)
     for name, problem in (
         ("decode step", test.problem(1, False)),
         ("decode, 2 rows", test.problem(2, True)),
-        ("prompts", test.prompt_problem(make)),
+        ("prompts", test.prompt_problem()),
     ):
         yield ok(name, "as plain MLX operations") if problem is None else fail(name, problem, OFF)
 

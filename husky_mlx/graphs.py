@@ -13,8 +13,9 @@ from husky_mlx.launches import launch_lines
 from husky_mlx.ops.gemv import Platform
 from husky_mlx.pack import StepWeights
 from husky_mlx.plan import Plan
-from husky_mlx.policy import short_prompts, write_out_from
+from husky_mlx.policy import frozen_rows, short_prompts, write_out_from
 from husky_mlx.prefill import Prefill
+from husky_mlx.products import Products
 from husky_mlx.selftest import SelfTest
 from husky_mlx.short_prompt import ShortPrompt
 
@@ -45,13 +46,16 @@ def choose_graph(config: LlamaConfig, weights: StepWeights, plan: Plan) -> StepG
         return twin
     plan.kernels, plan.launches = "fused kernels", launch_lines(made, platform)
     graph = FusedGraph(config, made, plan, platform, self_test)
-    if self_test.prompts_pass(functools.partial(Prefill, config, platform)):
+    if self_test.prompts_pass():
+        itemsize = made.embedding.dtype.size
         first_row = functools.partial(write_out_from, platform.chip)
-        lengths = short_prompts(platform.chip, made.embedding.dtype.size)
+        products = Products(config, platform, weights, made, first_row)
+        lengths = short_prompts(platform.chip, itemsize)
         short = None
         if lengths and self_test.short_prompts_pass(lengths):
             short = ShortPrompt(graph, plan, lengths)
-        graph.prefill = Prefill(config, platform, weights, made, plan, first_row, short)
+        frozen = frozen_rows(platform.chip, itemsize)
+        graph.prefill = Prefill(config, products, plan, short, frozen)
         plan.prefill = "fused projections, kernels between them"
         if short is not None:
             plan.prefill += f", up to {short.lengths[-1]} tokens one step of the decode kernels"

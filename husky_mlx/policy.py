@@ -106,6 +106,7 @@ _LANE_SHARE = 16
 _COMBINE_SIMDGROUPS = 8
 # Rows of the steps that take short prompts, where matrix units have as many columns anyway.
 _SHORT_PROMPTS = (8, 16)
+_FROZEN_ROWS = (32, 64, 128, 256)
 # Measured on an H200 on 2026-12-01, bfloat16, GPU microseconds of MLX's product against both of
 # ours on cold weights. 4 bit, 17 rows of x: 4096x14336 263 and 75, 4096x4096 90 and 25, 3072x2048
 # 41 and 13, 576x576 13 and 5, but 28672x4096 132 and 142, 16384x2048 39 and 42; those two at 128
@@ -181,6 +182,14 @@ def tuning_name(chip: Chip) -> str:
         return "policy of an unknown chip"
     target, generation, large = key
     return f"policy of {target} generation {generation}, {'large' if large else 'small'}"
+
+
+def frozen_rows(chip: Chip, itemsize: int) -> tuple[int, ...]:
+    """Numbers of rows for which a prompt's way is traced once, shorter ones padded to them.
+
+    Where a GPU needs less time for so few rows than the host to hand them over one by one.
+    """
+    return _FROZEN_ROWS if chip.target == "cuda" and itemsize == 2 else ()
 
 
 def _tuning(chip: Chip) -> _Tuning:

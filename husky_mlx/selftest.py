@@ -31,11 +31,9 @@ from husky_mlx.pack import StepWeights
 from husky_mlx.plan import Plan
 from husky_mlx.policy import policy
 from husky_mlx.prefill import Prefill
+from husky_mlx.products import Products
 from husky_mlx.short_prompt import ShortPrompt
 from husky_mlx.tiles import AttentionShape
-
-WrittenOutFrom = Callable[[int, int], int | None]
-PrefillMaker = Callable[[StepWeights, FusedWeights, Plan, WrittenOutFrom], Prefill]
 
 STEPS = 8
 PADDING = 3  # of a short prompt
@@ -44,7 +42,8 @@ LONGEST = 16384  # capacity up to which a split of the context is looked for
 
 CHAIN = 12  # layers, one after the other
 _TESTED_MODULES = (
-    *("policy", "tiles", "layout", "pack", "matrix", "places", "fused", "prefill", "short_prompt"),
+    *("policy", "tiles", "layout", "pack", "matrix", "places", "fused"),
+    *("prefill", "products", "short_prompt"),
     *("kernels", "kernel_source", "cuda_source", "cuda_binary"),
 )
 
@@ -91,11 +90,10 @@ class SelfTest:
         self._passed.add((rows, batched))
         return True
 
-    def prompts_pass(self, make: PrefillMaker) -> bool:
-        """Whether prompts may take the kernels; ``make(weights, fused, plan, written_out_from)``
-        builds the prefill to be tested."""
+    def prompts_pass(self) -> bool:
+        """Whether prompts may take the kernels."""
         off = "the kernels for prompts are off, first tokens are slower"
-        return self._verdict("prompts", off, functools.partial(self.prompt_problem, make)) is None
+        return self._verdict("prompts", off, self.prompt_problem) is None
 
     def short_prompts_pass(self, lengths: Sequence[int]) -> bool:
         """Whether steps of ``lengths`` rows may take short prompts."""
@@ -110,10 +108,10 @@ class SelfTest:
             for layers, start in self._cases(rows, batched)
         )
 
-    def prompt_problem(self, make: PrefillMaker) -> str | None:
+    def prompt_problem(self) -> str | None:
         """What is wrong with prompts here and now; None where they are right."""
         return _first(
-            self._prompt_difference(make, [layer], first_row)
+            self._prompt_difference([layer], first_row)
             for first_row in (None, 1)
             for layer in self._one_of_each_format()
         )
@@ -200,12 +198,12 @@ class SelfTest:
             problem = "the token picked is not the most likely one"
         return problem
 
-    def _prompt_difference(
-        self, make: PrefillMaker, layers: list[int], first_row: int | None
-    ) -> str | None:
+    def _prompt_difference(self, layers: list[int], first_row: int | None) -> str | None:
         """The same for a prompt that goes on after a few rows, against the twin's steps."""
         plan = copy.deepcopy(self.twin.plan)
-        prefill = make(*self._only(layers), plan, lambda rows, bits: first_row)
+        weights = self._only(layers)
+        products = Products(self._config, self._platform, *weights, lambda rows, bits: first_row)
+        prefill = Prefill(self._config, products, plan)
         twin = self._twin(layers, plan)
         caches = [self._caches(1, False, START, len(layers)) for _ in range(2)]
         tokens = self._tokens(STEPS)[None]

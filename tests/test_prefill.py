@@ -252,3 +252,39 @@ def test_the_limit_of_a_prompt_is_the_users(emulated):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(mx.array([PROMPT[:20]]), cache=model.make_cache())
+
+
+@pytest.fixture
+def frozen(emulated, monkeypatch):
+    """Pieces of up to 12 and of up to 24 rows are padded to these."""
+    emulated(8)
+    monkeypatch.setattr(graphs, "frozen_rows", lambda chip, itemsize: (12, 24))
+
+
+@pytest.mark.parametrize("length", [5, 11, 12, 13, 24, 25])
+def test_padded_pieces_change_no_token(frozen, length):
+    """Of a first piece and of one that goes on, where the padding's rows are written over."""
+    model, stock = models({**FIX_A, "attention_bias": True})
+    cache = model.make_cache()
+    found = tokens(model, LONG[:length], 1, cache)
+    for layer in cache:
+        layer.trim(1)  # the reply's token
+    found += tokens(model, LONG[length:36], 3, cache)
+    assert found == theirs(stock, LONG[:length], 1) + theirs(stock, LONG[:36], 3)
+    assert cache[0].offset == 39
+
+
+def test_logits_of_a_padded_piece(frozen):
+    model, stock = models()
+    found = model(mx.array([LONG[:17]]), cache=model.make_cache())
+    assert found.shape == (1, 17, FIX_A["vocab_size"])
+    assert difference(found, stock(mx.array([LONG[:17]]))) < 1e-4
+
+
+def test_a_limit_leaves_no_room_for_padding(frozen):
+    model, stock = models()
+    cache = model.make_cache()
+    for layer in cache:
+        layer.limit = 10
+    assert tokens(model, LONG[:9], 1, cache) == theirs(stock, LONG[:9], 1)
+    assert cache[0].capacity() == 10

@@ -1,0 +1,132 @@
+"""The products of a prompt's rows with the weights, and what is computed between them.
+
+Where MLX multiplies quantized weights below the rate of plain ones, a matrix is written out first
+and multiplied as such. The projections of a layer that share an input are one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from husky_mlx.config import LlamaConfig
+from husky_mlx.fused import FusedWeights
+from husky_mlx.kernels import Prepared
+from husky_mlx.matrix import Matrix
+from husky_mlx.ops.dequantize import prepare_dequantize
+from husky_mlx.ops.gemv import Platform
+from husky_mlx.ops.swiglu import swiglu_kernel
+from husky_mlx.pack import Fused, Projections, StepWeights
+
+# (result, bytes that the matrices written out for it take until it is computed)
+HandOver = Callable[[mx.array, int], None]
+
+
+class Products:
+    """A model's weights as functions of many rows, x (L, hidden)."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        platform: Platform,
+        weights: StepWeights,
+        matrices: FusedWeights,
+        written_out_from: Callable[[int, int], int | None],
+    ):
+        """``written_out_from``: rows of x from which a quantized matrix of so many rows and bits
+        is written out, None for never."""
+        self.weights = weights
+        self.matrices = matrices
+        self.platform = platform
+        self.eps = config.rms_norm_eps
+        self._written_out_from = written_out_from
+        # By the identity of matrices that this object holds.
+        self._prepared: dict[int, Prepared] = {}
+
+    def into_attention(self, i: int, x: mx.array) -> mx.array:
+        """The residual before layer ``i`` -> its q, k and v side by side (L, rows of qkv)."""
+        matrix = self.matrices.layers[i].qkv
+        return self._multiply(self.weights.layers[i].qkv, matrix, self._norm(x, matrix))
+
+    def after_attention(
+        self, i: int, x: mx.array, attended: mx.array, hand_over: HandOver
+    ) -> mx.array:
+        """The residual before layer ``i`` and its attention (L, heads * head_dim) -> after it."""
+        layer, matrices = self.weights.layers[i], self.matrices.layers[i]
+        rows = x.shape[0]
+        x = self._multiply_add(layer.o_proj, matrices.o_proj, attended, x)
+        hand_over(x, self._written_out(rows, matrices.qkv, matrices.o_proj))
+        gate_up = self._multiply(layer.gate_up, matrices.gate_up, self._norm(x, matrices.gate_up))
+        activated = swiglu_kernel(gate_up, self.platform)
+        hand_over(activated, self._written_out(rows, matrices.gate_up))
+        x = self._multiply_add(layer.down_proj, matrices.down_proj, activated, x)
+        hand_over(x, self._written_out(rows, matrices.down_proj))
+        return x
+
+    def between(self, i: int, x: mx.array, attended: mx.array) -> tuple[mx.array, mx.array]:
+        """From the attention of layer ``i`` to that of the next: the residual between, and qkv."""
+        x = self.after_attention(i, x, attended, lambda result, held: None)
+        return x, self.into_attention(i + 1, x)
+
+    def head(self, x: mx.array) -> mx.array:
+        """The last residual -> logits (L, vocabulary)."""
+        matrix = self.matrices.head
+        return self._multiply(self.weights.head, matrix, self._norm(x, matrix))
+
+    def row_bytes(self) -> int:
+        """Bytes of the activations of one row that may live at once."""
+        layer = self.matrices.layers[0]
+        parts = (layer.qkv.rows, layer.gate_up.rows, layer.down_proj.columns, 4 * layer.qkv.columns)
+        return sum(parts) * self.matrices.embedding.dtype.size
+
+    def layer_bytes(self, i: int, rows: int) -> int:
+        """Bytes that the matrices of layer ``i`` take written out for ``rows`` rows."""
+        layer = self.matrices.layers[i]
+        return self._written_out(rows, layer.qkv, layer.o_proj, layer.gate_up, layer.down_proj)
+
+    def _norm(self, x: mx.array, matrix: Matrix) -> mx.array:
+        """RMS norm by the weights beside a matrix: in its dtype, whatever the checkpoint's is."""
+        return mx.fast.rms_norm(x, matrix.norm, self.eps)
+
+    def _multiply(self, fused: Projections, matrix: Matrix, x: mx.array) -> mx.array:
+        """x (L, in) times the whole matrix -> (L, out)."""
+        assert isinstance(fused, Fused)  # others make no Matrix
+        if not self._written_out(x.shape[0], matrix):
+            return fused.multiply(x)
+        y = x @ self._write_out(matrix).T
+        return y if fused.bias is None else y + fused.bias
+
+    def _multiply_add(
+        self, fused: Projections, matrix: Matrix, x: mx.array, residual: mx.array
+    ) -> mx.array:
+        """``residual`` (L, out) + x (L, in) times the matrix."""
+        assert isinstance(fused, Fused)
+        weight = None
+        if self._written_out(x.shape[0], matrix):
+            weight = self._write_out(matrix)
+        elif fused.scales is None:
+            weight = fused.weight
+        if weight is None:
+            return residual + fused.multiply(x)
+        # Summed up in float32, and two launches less.
+        y = mx.addmm(residual, x, weight.T)
+        return y if fused.bias is None else y + fused.bias
+
+    def _write_out(self, matrix: Matrix) -> mx.array:
+        prepared = self._prepared.get(id(matrix))
+        if prepared is None:
+            prepared = self._prepared[id(matrix)] = prepare_dequantize(matrix, self.platform)
+        (weight,) = prepared()
+        return weight
+
+    def _written_out(self, rows: int, *matrices: Matrix) -> int:
+        """Bytes that the matrices take written out for ``rows`` rows of x; 0 where they are not."""
+        held = 0
+        for matrix in matrices:
+            if matrix.bits == 16:
+                continue
+            first = self._written_out_from(matrix.rows, matrix.bits)
+            if first is not None and rows >= first:
+                held += matrix.rows * matrix.columns * matrix.dtype.size
+        return held

@@ -32,6 +32,7 @@ from husky_mlx.errors import CheckpointError, UnsupportedModel
 from husky_mlx.loading import BACKENDS
 from husky_mlx.model import Model
 from husky_mlx.notices import notice
+from husky_mlx.progress import prompt_progress
 
 MODULE = "mlx_lm.models.husky_llama"
 
@@ -155,8 +156,11 @@ class DropIn:
             notice(text)
 
     def _choose(self, ours: Callable, stock: Callable, *arguments: Any, **options: Any) -> Any:
-        chosen = ours if self.chosen_backend == "husky" else stock
-        return chosen(*arguments, **options)
+        if self.chosen_backend != "husky":
+            return stock(*arguments, **options)
+        if options.get("prompt_progress_callback") is None:
+            options["prompt_progress_callback"] = prompt_progress()
+        return ours(*arguments, **options)
 
 
 def _rebind(old: Callable, new: Callable) -> None:

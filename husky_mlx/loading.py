@@ -25,6 +25,7 @@ from husky_mlx.model import SINK_TOKENS, Model
 from husky_mlx.notices import notice
 from husky_mlx.request import check_size
 from husky_mlx.structure import check_structure, drop_unread
+from husky_mlx.warmup import warm_up
 
 BACKENDS = ("husky", "mlx")
 # Quantization methods whose tensors are already in MLX's own layout.
@@ -47,6 +48,7 @@ def load(
     max_kv_size: int | None = None,
     fallback: str | None = None,
     verbose: bool = False,
+    warm: bool = True,
 ) -> tuple[Any, ...]:
     """Load a model and its tokenizer: (model, tokenizer), or with ``return_config`` the config too.
 
@@ -59,6 +61,8 @@ def load(
     ``max_kv_size``: keep the first 4 and the last tokens, this many in all, in a rotating cache.
     ``fallback``: "mlx" loads with mlx-lm what husky_mlx does not support, instead of raising.
     ``verbose``: one line to stderr about what runs where.
+    ``warm``: on a GPU run a few tokens, so that the first reply does not wait for what they compile
+    and load; the plan says how long that took.
 
     ``lazy`` leaves the weights of a folder unread until their first use; a .gguf is read at once.
 
@@ -126,6 +130,11 @@ def load(
         tokenizer = gguf_tokenizer.load_tokenizer(path, tokenizer_config)
     if not lazy:
         _materialize(model, str(path), held)
+        if isinstance(model, Model):
+            if warm:
+                model.plan.warm_up = warm_up(model)
+            else:
+                model.prepare()
     if verbose:
         plan = getattr(model, "plan", None)
         words = plan.summary if plan else f"{path} runs on mlx-lm's model class: backend is mlx"
@@ -171,6 +180,8 @@ def build_model(
     if not lazy:
         kept.clear()
         _materialize(model, source)
+        if isinstance(model, Model):
+            model.prepare()
     return model
 
 
@@ -192,7 +203,7 @@ def _folder_tokenizer(
 
 
 def _materialize(model: nn.Module, source: str, held: int = 0) -> None:
-    """Read what is not read yet, in the dtypes that the step takes, and freeze the step.
+    """Read what is not read yet, in the dtypes that the step takes.
 
     ``held``: how many bytes of the weights are in memory already.
     """
@@ -202,8 +213,6 @@ def _materialize(model: nn.Module, source: str, held: int = 0) -> None:
     require_memory(_bytes_of(model) - held, f"Loading {source}", _smaller(parameters))
     del parameters
     mx.eval(model.parameters())
-    if isinstance(model, Model):
-        model.prepare()
 
 
 def _bytes_of(model: nn.Module) -> int:

@@ -14,7 +14,8 @@ class Plan:
     ``counts`` has "native" (calls of the CPU's native program), "frozen" (decode steps through the
     compiled graph), "prefill" (prompts and pieces of them through the kernels), "reference" (calls
     of the general forward) and "traces" (times that the frozen step's Python ran to be traced).
-    ``launches``: a line for each fused kernel of a step, empty where none runs.
+    ``launches``: a line for each fused kernel of a step, empty where none runs. ``warm_up``: what
+    ``load`` made ready, and how long that took.
     ``choice``: what ``husky doctor`` found fastest here, where that decided.
     ``foreign_part``: what somebody built into the model, which is why there is no frozen step.
     """
@@ -27,6 +28,7 @@ class Plan:
     kernels: str = "built at the first decode"
     prefill: str = "plain MLX operations"
     native: str | None = None
+    warm_up: str | None = None
     eager_reason: str | None = None
     choice: str | None = None
     foreign_part: str | None = None
@@ -44,6 +46,10 @@ class Plan:
     def count(self, path: str) -> None:
         """Add one to a counter."""
         self._counts[path] += 1
+
+    def forget_counts(self) -> None:
+        """Back to zero: what was counted were no calls of the user's."""
+        self._counts = Counter(dict.fromkeys(self._counts, 0))
 
     def __deepcopy__(self, memo: dict) -> Plan:
         """A copied model counts its own calls, from zero."""
@@ -67,7 +73,8 @@ class Plan:
                 f"decode: frozen step, compiled, {self.kernels} | prefill: {self.prefill} | "
                 f"batches of more than {self.max_rows} rows: plain MLX operations"
             )
-        choice = [f"chosen: {self.choice}"] if self.choice else []
-        return "\n".join([head, step, *choice, *self.notes])
+        more = [f"chosen: {self.choice}"] if self.choice else []
+        more += [self.warm_up] if self.warm_up else []
+        return "\n".join([head, step, *more, *self.notes])
 
     __repr__ = __str__

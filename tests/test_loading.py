@@ -56,6 +56,7 @@ def test_signature_starts_with_mlx_lm_s_own():
         "max_kv_size",
         "fallback",
         "verbose",
+        "warm",
     ]
     assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in extra)
 

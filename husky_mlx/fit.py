@@ -156,7 +156,7 @@ def plan_fit(
         parts={
             **size.parts(),
             "KV cache": size.allocated_cache_bytes(tokens),
-            "prompt activations": size.workspace_bytes(tokens),
+            "activations": size.workspace_bytes(tokens),
         },
         quantized_caches={name: found for name, found in caches.items() if found is not None},
         predicted=roof(size, chip, tokens, tokens),

@@ -51,7 +51,15 @@ _FUNCTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 # Imported by name: nothing to check but that they are there.
 _NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("mlx_lm.generate", ("GenerationResponse", "generation_stream", "speculative_generate_step")),
+    (
+        "mlx_lm.generate",
+        (
+            "BatchGenerator",
+            "GenerationResponse",
+            "generation_stream",
+            "speculative_generate_step",
+        ),
+    ),
     ("mlx_lm.models.cache", ("load_prompt_cache", "make_prompt_cache")),
     ("mlx_lm.models.llama", ("Model", "ModelArgs")),
     ("mlx_lm.sample_utils", ("greedy_sampler", "make_logits_processors", "make_sampler")),
@@ -64,7 +72,7 @@ _NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
             "TokenizerWrapper",
         ),
     ),
-    ("mlx_lm.utils", ("DEFAULT_ALLOW_PATTERNS", "MODEL_REMAPPING")),
+    ("mlx_lm.utils", ("DEFAULT_ALLOW_PATTERNS", "MODEL_REMAPPING", "dequantize_model")),
 )
 # (class in mlx_lm.models.cache, arguments that make one, members that our subclasses build on)
 _CACHES: tuple[tuple[str, tuple[Any, ...], tuple[str, ...]], ...] = (

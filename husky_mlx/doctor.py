@@ -6,12 +6,21 @@ import argparse
 import functools
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from importlib.metadata import version
 
 from husky_mlx import __version__
-from husky_mlx.doctor_report import FAIL, OK, WARN, Check, fail, findings, print_finding
+from husky_mlx.doctor_report import (
+    FAIL,
+    OK,
+    WARN,
+    Check,
+    Finding,
+    fail,
+    findings,
+    installed,
+    print_finding,
+)
 
 SCHEMA = 1
 
@@ -38,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         record = {
             "schema": SCHEMA,
             "command": "doctor",
-            "versions": {name: version(name) for name in ("mlx", "mlx-lm")}
+            "versions": {name: installed(name) for name in ("mlx", "mlx-lm")}
             | {"husky_mlx": __version__, "python": platform.python_version()},
             "counts": counts,
             "findings": [asdict(finding) for finding in found],
@@ -53,8 +62,9 @@ def checks(model: str | None = None) -> Sequence[tuple[str, Check]]:
     """All checks in order, by the name that a check which breaks is reported under."""
     try:
         import mlx.core  # noqa: F401
+        import mlx_lm  # noqa: F401
     except ImportError as error:
-        return [("mlx", functools.partial(_no_mlx, str(error)))]
+        return [("mlx", functools.partial(_not_importable, str(error)))]
     # Only now: all of these import it.
     from husky_mlx import doctor_compute as compute
     from husky_mlx import doctor_machine as machine
@@ -82,9 +92,9 @@ def checks(model: str | None = None) -> Sequence[tuple[str, Check]]:
     return listed
 
 
-def _no_mlx(error: str):
+def _not_importable(error: str) -> Iterator[Finding]:
     yield fail(
         "mlx",
-        f"it cannot be imported: {error}",
+        f"MLX or mlx-lm cannot be imported: {error}",
         "install husky_mlx with one of [cpu], [cuda12] and [cuda13] on Linux, without any on a Mac",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 
@@ -28,6 +29,14 @@ def warn(name: str, found: str, advice: str) -> Finding:
 
 def fail(name: str, found: str, advice: str) -> Finding:
     return Finding(name, FAIL, found, advice)
+
+
+def installed(package: str) -> str | None:
+    """The version of a package, None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 Check = Callable[[], Iterable[Finding]]

@@ -7,13 +7,12 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import mlx.core as mx
 
 from husky_mlx import contract, device
-from husky_mlx.doctor_report import Finding, fail, ok, warn
+from husky_mlx.doctor_report import Finding, fail, installed, ok, warn
 from husky_mlx.native import NativeError, compiler
 
 OLDEST_MACOS = (14, 0)
@@ -61,7 +60,7 @@ def versions() -> Iterator[Finding]:
     """MLX and mlx-lm: old ones, ones that are known to be bad, and what we build on in mlx-lm."""
     target = device.target()
     for package, oldest in OLDEST.items():
-        have = version(package)
+        have = installed(package) or "0"
         bad = [
             why
             for name, number, on, why in KNOWN_BAD
@@ -78,29 +77,30 @@ def versions() -> Iterator[Finding]:
     if broken := contract.violations():
         yield fail(
             "mlx-lm contract",
-            f"husky_mlx does not fit mlx-lm {version('mlx-lm')}: {'; '.join(broken)}",
+            f"husky_mlx does not fit mlx-lm {installed('mlx-lm')}: {'; '.join(broken)}",
             f"pip install 'mlx-lm=={OLDEST['mlx-lm']}'; until then stock mlx-lm runs",
         )
 
 
 def mlx_build() -> Iterator[Finding]:
     """One backend, of MLX's own version, that fits the hardware."""
-    installed = {name: found for name in BACKEND_PACKAGES if (found := _version(name))}
-    words = ", ".join(f"{name} {number}" for name, number in installed.items())
+    backends = {name: number for name in BACKEND_PACKAGES if (number := installed(name))}
+    words = ", ".join(f"{name} {number}" for name, number in backends.items())
     found = f"{device.target()}{f' ({words})' if words else ''}"
-    others = [name for name, number in installed.items() if number != version("mlx")]
-    if len(installed) > 1:
+    mlx = installed("mlx")
+    others = [name for name, number in backends.items() if number != mlx]
+    if len(backends) > 1:
         yield fail(
             "mlx build",
             f"{found}: these exclude each other",
-            f"pip uninstall -y {' '.join(['mlx', *installed])}, then install husky_mlx with one "
+            f"pip uninstall -y {' '.join(['mlx', *backends])}, then install husky_mlx with one "
             "of [cpu], [cuda12] and [cuda13]",
         )
     elif others:
         yield fail(
             "mlx build",
-            f"{found}, but mlx {version('mlx')}: parts of two releases",
-            f"pip install -U --force-reinstall mlx=={version('mlx')} {others[0]}=={version('mlx')}",
+            f"{found}, but mlx {mlx}: parts of two releases",
+            f"pip install --force-reinstall mlx=={mlx} {others[0]}=={mlx}",
         )
     elif sys.platform == "darwin" and not mx.metal.is_available():
         yield fail(
@@ -158,13 +158,6 @@ def _nvidia_gpu() -> str | None:
             if line.startswith("Model:"):
                 return line.removeprefix("Model:").strip()
     return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -156,7 +156,7 @@ def plan_fit(
         parts={
             **size.parts(),
             "KV cache": size.allocated_cache_bytes(tokens),
-            "prompt": size.workspace_bytes(tokens),
+            "activations": size.workspace_bytes(tokens),
         },
         quantized_caches={name: found for name, found in caches.items() if found is not None},
         predicted=roof(size, chip, tokens, tokens),
@@ -165,7 +165,7 @@ def plan_fit(
 
 def print_fit(fit: Fit) -> None:
     """Print for people."""
-    chip, roof = fit.chip, fit.predicted
+    chip, predicted = fit.chip, fit.predicted
     cores = f"{chip.cores} {'GPU cores' if chip.target == 'metal' else 'multiprocessors'}"
     print(f"{fit.model}, {fit.weights}")
     print(f"on {chip.name}: {cores}, {fit.memory_gb} GB, {chip.bandwidth:g} GB/s")
@@ -186,19 +186,15 @@ def print_fit(fit: Fit) -> None:
         rows[name] = f"a KV cache of {megabytes(size)}, on the reference path"
     print(table(rows))
     print("predicted from the chip's figures, not measured:")
-    if roof.prompt_seconds is None:
+    if predicted.prompt_seconds is None:
         prefill = "the chip's arithmetic is not known"
     else:
         prefill = (
-            f"{roof.prompt_seconds:.2f} s at its peak for {fit.context:,} tokens, bound by "
-            f"{roof.prompt_bound}"
+            f"{predicted.prompt_seconds:.2f} s at its peak for {fit.context:,} tokens, bound by "
+            f"{predicted.prompt_bound}"
         )
-    print(
-        table(
-            {
-                "decode": f"at most {roof.decode_tps:.1f} tok/s with {fit.context:,} tokens in the "
-                f"cache ({megabytes(roof.decode_bytes)} a token)",
-                "prefill": prefill,
-            }
-        )
+    decode = (
+        f"at most {predicted.decode_tps:.1f} tok/s with {fit.context:,} tokens in the cache "
+        f"({megabytes(predicted.decode_bytes)} a token)"
     )
+    print(table({"decode": decode, "prefill": prefill}))

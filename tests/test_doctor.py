@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,6 +22,7 @@ from husky_mlx import (
     doctor_compute,
     doctor_machine,
     doctor_model,
+    doctor_report,
     doctor_software,
     graphs,
     integrity,
@@ -47,17 +48,15 @@ def one(check, state=None):
 @pytest.fixture
 def versions(monkeypatch):
     """``versions(mlx="0.31.0")``: what is installed, for the checks; None for not at all."""
-    real = importlib.metadata.version
 
-    def install(**installed):
-        named = {name.replace("_", "-"): number for name, number in installed.items()}
-
-        def version(package):
-            if named.get(package, "") is None:
-                raise importlib.metadata.PackageNotFoundError(package)
-            return named.get(package) or real(package)
-
-        monkeypatch.setattr(doctor_software, "version", version)
+    def install(**named):
+        found = {name.replace("_", "-"): number for name, number in named.items()}
+        real = doctor_report.installed
+        monkeypatch.setattr(
+            doctor_software,
+            "installed",
+            lambda package: found[package] if package in found else real(package),
+        )
 
     return install
 
@@ -313,6 +312,12 @@ def test_an_unreachable_hub_is_a_warning(monkeypatch):
         assert (found.state, "HF_ENDPOINT" in found.advice) == (WARN, True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set" in one(doctor_machine.hub).found
+
+
+def test_an_mlx_that_cannot_be_imported_is_found(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "mlx.core", None)
+    assert cli.main(["doctor"]) == 1
+    assert "cannot be imported" in capsys.readouterr().out
 
 
 def test_rosetta_and_an_old_system_are_found(monkeypatch):

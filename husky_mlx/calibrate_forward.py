@@ -69,7 +69,7 @@ class FloatLlama:
         return self._norm(x, "model.norm")
 
     def hidden(self, tokens: np.ndarray, observe: Observe | None = None) -> Array:
-        """(sequences, length) token ids -> (sequences, length, hidden), what the head multiplies."""
+        """(sequences, length) token ids -> what the head multiplies, one vector a token."""
         x = self.embed(tokens)
         for index in range(self.config.num_hidden_layers):
             x = self.layer(index, x, observe)

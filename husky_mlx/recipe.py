@@ -86,6 +86,21 @@ def fitting(bits: int, columns: int, group_size: int) -> QuantSpec | None:
     return QuantSpec(bits, max(sizes)) if sizes else None
 
 
+def candidates(tensor: Tensor, group_size: int | None = None) -> list[QuantSpec | None]:
+    """What ``auto`` chooses from: each number of bits below the source's, and the source's spec.
+
+    ``group_size`` (default 64) as in ``resolve``.
+    """
+    most = 9 if tensor.spec is None else tensor.spec.bits
+    specs = [
+        fitting(bits, tensor.shape[1], group_size or DEFAULT_GROUP_SIZE)
+        for bits in AFFINE_BITS
+        if bits < most
+    ]
+    kept: list[QuantSpec | None] = [spec for spec in specs if spec is not None]
+    return kept if tensor.spec is None and kept else [*kept, tensor.spec]
+
+
 def resolve(recipe: str, tensors: Sequence[Tensor], *, group_size: int | None = None) -> Allocation:
     """Path -> spec for a named recipe; ``group_size`` (default 64) is the largest that it takes.
 

@@ -1,0 +1,164 @@
+"""The recipe ``auto``: what each matrix's bits are worth, and the best way to spend a budget.
+
+A group of projections with one input is rounded alone at one candidate, and the divergence of the
+model's output is measured: that is the price of a unit of its weighted error. Its errors at the
+other candidates times the price are what those cost. mlx_lm.quant.dynamic_quant estimates a price
+from gradients instead, for two bit widths, over MLX's float32 products.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from husky_mlx.calibrate import Statistics, head_statistics, layer_statistics, weighted_error
+from husky_mlx.calibrate_forward import EMBEDDING, FloatLlama
+from husky_mlx.divergence import compare_states
+from husky_mlx.recipe import Allocation, QuantSpec, Tensor, allocate, candidates
+from husky_mlx.rounding import dequantize, nearest
+from husky_mlx.rounding_gptq import gptq
+
+# Of the calibration text, what the divergence is measured on: it goes through the model once for
+# each group of matrices.
+PROBE_SEQUENCES, PROBE_LENGTH = 4, 128
+Sensitivity = dict[str, dict[QuantSpec | None, float]]
+
+
+class Probe:
+    """The divergence of a model with some matrices changed, on a few sequences of text."""
+
+    def __init__(self, llama: FloatLlama, tokens: np.ndarray):
+        step = max(len(tokens) // PROBE_SEQUENCES, 1)
+        self.tokens = tokens[::step][:PROBE_SEQUENCES, :PROBE_LENGTH]
+        self.llama = llama
+        self.inputs = [llama.embed(self.tokens)]  # of each layer, then of the final norm
+        for index in range(llama.config.num_hidden_layers):
+            self.inputs.append(llama.layer(index, self.inputs[-1]))
+        self.states = self._states(llama, self.inputs[-1])
+
+    def divergence(self, changed: Mapping[str, Any], first: int | None) -> float:
+        """KL in nats a token; ``changed``: name -> matrix, none of them read before the layer
+        ``first``, or None for the embedding."""
+        weights = ChainMap(dict(changed), self.llama.weights)  # type: ignore[arg-type]
+        other = FloatLlama(self.llama.config, weights, self.llama.xp)
+        x = other.embed(self.tokens) if first is None else self.inputs[first]
+        for index in range(first or 0, self.llama.config.num_hidden_layers):
+            x = other.layer(index, x)
+        return compare_states(
+            self.llama, self.states, other, self._states(other, x), self.tokens
+        ).kl
+
+    @staticmethod
+    def _states(llama: FloatLlama, x: Any) -> Any:
+        return llama.final_norm(x)[:, :-1].reshape(-1, x.shape[-1])
+
+
+def auto(
+    llama: FloatLlama,
+    tensors: Sequence[Tensor],
+    budget_bpw: float,
+    method: str,
+    tokens: np.ndarray,
+    dtype: mx.Dtype,
+    group_size: int | None = None,
+    progress: Callable[[str], None] = lambda path: None,
+) -> Allocation:
+    """Path -> spec of least expected divergence at no more than ``budget_bpw``.
+
+    Projections that share an input and are stored alike get one spec, as the fused kernels need.
+    ``method`` is the rounding that errors are measured with; "awq" counts as "rtn". ``tokens``:
+    (sequences, length) of calibration text. ``progress`` gets the path of each group that is done.
+    ValueError for a budget that no choice meets.
+    """
+    groups = {}
+    costs: Sensitivity = {}
+    for group, each in measure(llama, tensors, budget_bpw, method, tokens, dtype, group_size):
+        groups[group[0].path] = group
+        costs[group[0].path] = each
+        progress(group[0].path)
+    units = [
+        replace(group[0], shape=(sum(tensor.shape[0] for tensor in group), group[0].shape[1]))
+        for group in groups.values()
+    ]
+    chosen = allocate(units, costs, budget_bpw)
+    spec_of = {tensor.path: chosen[path] for path, group in groups.items() for tensor in group}
+    return {tensor.path: spec_of[tensor.path] for tensor in tensors}
+
+
+def measure(
+    llama: FloatLlama,
+    tensors: Sequence[Tensor],
+    budget_bpw: float,
+    method: str,
+    tokens: np.ndarray,
+    dtype: mx.Dtype,
+    group_size: int | None = None,
+) -> Iterator[tuple[list[Tensor], dict[QuantSpec | None, float]]]:
+    """Each group of matrices, and what each of its candidates costs in nats a token."""
+    probe = Probe(llama, tokens)
+    by_path = {tensor.path: tensor for tensor in tensors}
+
+    def costs_of(group: list[Tensor], found: Statistics, first: int | None):
+        costs: dict[QuantSpec | None, float] = {}
+        rounded = {}
+        options = candidates(group[0], group_size)
+        for spec in options:
+            if spec is None or spec == group[0].spec:
+                costs[spec] = 0.0
+                continue
+            costs[spec], rounded[spec] = _rounded(llama, group, found, spec, method, dtype)
+        if rounded:
+            tried = max(
+                (spec for spec in rounded if spec.bits_per_weight <= budget_bpw),
+                key=lambda spec: spec.bits_per_weight,
+                default=min(rounded, key=lambda spec: spec.bits_per_weight),
+            )
+            price = probe.divergence(rounded[tried], first) / (costs[tried] or 1.0)
+            costs = {spec: price * error for spec, error in costs.items()}
+        return group, costs
+
+    if llama.head != EMBEDDING:
+        yield costs_of([by_path[EMBEDDING]], {}, None)
+    x = llama.embed(tokens)
+    for index in range(llama.config.num_hidden_layers):
+        x, found = layer_statistics(llama, index, x)
+        alike: dict[tuple[int, QuantSpec | None], list[Tensor]] = {}
+        for path, statistics in found.items():
+            tensor = by_path[path]
+            alike.setdefault((id(statistics), tensor.spec), []).append(tensor)
+        for group in alike.values():
+            yield costs_of(group, found, index)
+    first = None if llama.head == EMBEDDING else llama.config.num_hidden_layers
+    yield costs_of([by_path[llama.head]], head_statistics(llama, x), first)
+
+
+def _rounded(
+    llama: FloatLlama,
+    group: Sequence[Tensor],
+    found: Statistics,
+    spec: QuantSpec,
+    method: str,
+    dtype: mx.Dtype,
+) -> tuple[float, dict[str, np.ndarray]]:
+    """The weighted error of a group of matrices at one spec, and these by name."""
+    error, rounded = 0.0, {}
+    for tensor in group:
+        name = f"{tensor.path}.weight"
+        matrix = llama.weights[name]
+        if tensor.path not in found:
+            # Rows of an untied embedding are looked up: every column counts alike.
+            hessian = np.eye(matrix.shape[1], dtype=np.float32)
+        else:
+            hessian = found[tensor.path].hessian
+        if method == "gptq" and tensor.path in found:
+            packed = gptq(matrix, hessian, spec, dtype)
+        else:
+            packed = nearest(matrix, spec, dtype)
+        rounded[name] = dequantize(packed, spec)
+        error += weighted_error(matrix, rounded[name], hessian)
+    return error, rounded

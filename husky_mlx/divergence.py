@@ -1,0 +1,94 @@
+"""How far one model's predictions are from another's: KL divergence, agreement and perplexity."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from husky_mlx.calibrate_forward import FloatLlama
+
+# Positions whose logits are in memory together.
+_POSITIONS = 128
+_SEQUENCES = 4
+
+
+@dataclass
+class Divergence:
+    """Totals over ``tokens`` positions: ``divergence`` KL(reference || model) and ``surprise``
+    -log p(next token), both in nats; ``agreeing``: where both rank the same token first."""
+
+    tokens: int = 0
+    divergence: float = 0.0
+    surprise: float = 0.0
+    agreeing: int = 0
+
+    def __add__(self, other: Divergence) -> Divergence:
+        return Divergence(
+            self.tokens + other.tokens,
+            self.divergence + other.divergence,
+            self.surprise + other.surprise,
+            self.agreeing + other.agreeing,
+        )
+
+    @property
+    def kl(self) -> float:
+        """Nats a token."""
+        return self.divergence / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.surprise / self.tokens)
+
+    @property
+    def agreement(self) -> float:
+        """The part of the positions, 0 to 1."""
+        return self.agreeing / self.tokens
+
+
+def compare(reference: Any, logits: Any, targets: np.ndarray, xp: Any = np) -> Divergence:
+    """Logits of two models (positions, vocabulary) and the tokens that came next (positions,)."""
+    p, q = _log_probabilities(reference, xp), _log_probabilities(logits, xp)
+    divergence = (xp.exp(p) * (p - q)).sum(axis=-1)
+    following = xp.take_along_axis(q, xp.array(targets)[:, None], axis=-1)
+    same = reference.argmax(axis=-1) == logits.argmax(axis=-1)
+    return Divergence(
+        tokens=len(targets),
+        divergence=float(np.asarray(divergence).sum(dtype=np.float64)),
+        surprise=-float(np.asarray(following).sum(dtype=np.float64)),
+        agreeing=int(np.asarray(same).sum()),
+    )
+
+
+def final_states(llama: FloatLlama, tokens: np.ndarray) -> Any:
+    """Token ids (sequences, length) -> what the head multiplies where a next token is known,
+    (sequences * (length - 1), hidden)."""
+    parts = [
+        llama.hidden(tokens[i : i + _SEQUENCES])[:, :-1] for i in range(0, len(tokens), _SEQUENCES)
+    ]
+    states = llama.xp.concatenate(parts)
+    return states.reshape(-1, states.shape[-1])
+
+
+def compare_states(
+    reference: FloatLlama, expected: Any, llama: FloatLlama, states: Any, tokens: np.ndarray
+) -> Divergence:
+    """The same from what ``final_states`` gave for each model, logits a few positions at a time."""
+    targets = tokens[:, 1:].reshape(-1)
+    total = Divergence()
+    for start in range(0, len(targets), _POSITIONS):
+        rows = slice(start, start + _POSITIONS)
+        total += compare(
+            reference.logits(expected[rows]),
+            llama.logits(states[rows]),
+            targets[rows],
+            llama.xp,
+        )
+    return total
+
+
+def _log_probabilities(logits: Any, xp: Any) -> Any:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - xp.log(xp.exp(shifted).sum(axis=-1, keepdims=True))

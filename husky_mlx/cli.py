@@ -23,6 +23,7 @@ _OURS = {
     "demo": ("husky_mlx.demo", "one answer from a small real model, fetched once: try this first"),
     "models": ("husky_mlx.support", "what is supported; with a model: how it would run"),
     "bench": ("husky_mlx.bench", "husky against mlx-lm on the same weights and tokens"),
+    "eval": ("husky_mlx.evaluate", "what recipes and quantized models lose, on held-out text"),
     "bench ops": ("husky_mlx.bench_ops", "each kernel against the MLX operations it replaces"),
 }
 # mlx-lm lists its commands without a word about them.

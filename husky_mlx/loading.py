@@ -110,10 +110,7 @@ def load(
     if adapter_path is not None:
         model = load_adapters(model, adapter_path)
         model.eval()
-    if path.is_dir():
-        tokenizer = _folder_tokenizer(path, tokenizer_config, config.get("eos_token_id"))
-    else:
-        tokenizer = gguf_tokenizer.load_tokenizer(path, tokenizer_config)
+    tokenizer = read_tokenizer(path, tokenizer_config, config.get("eos_token_id"))
     if not lazy:
         _materialize(model, str(path), held)
     if verbose:
@@ -164,19 +161,26 @@ def build_model(
     return model
 
 
-def _folder_tokenizer(
-    folder: Path, settings: dict[str, Any] | None, stop_tokens: int | list[int] | None
+def read_tokenizer(
+    path: Path,
+    settings: dict[str, Any] | None = None,
+    stop_tokens: int | list[int] | None = None,
 ) -> TokenizerWrapper:
-    """mlx-lm's tokenizer of a folder, with errors that name the file."""
+    """The tokenizer of a folder or .gguf file; ``stop_tokens`` are those of a folder's config.
+
+    Raises CheckpointError naming the file where none can be built.
+    """
+    if path.is_file():
+        return gguf_tokenizer.load_tokenizer(path, settings)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        checkpoint.read_json(folder / name)
+        checkpoint.read_json(path / name)
     try:
-        return load_tokenizer(folder, settings, eos_token_ids=stop_tokens)
+        return load_tokenizer(path, settings, eos_token_ids=stop_tokens)
     except Exception as error:  # transformers and tokenizers raise every kind, Exception itself too
-        files = [name for name in _TOKENIZER_FILES if (folder / name).exists()]
+        files = [name for name in _TOKENIZER_FILES if (path / name).exists()]
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise CheckpointError(
-            f"{folder}: no tokenizer can be built from {', '.join(files) or 'no tokenizer file'}, "
+            f"{path}: no tokenizer can be built from {', '.join(files) or 'no tokenizer file'}, "
             f"expected tokenizer.json or tokenizer.model ({reason})"
         ) from error
 

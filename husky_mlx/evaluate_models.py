@@ -1,0 +1,123 @@
+"""What ``husky eval`` compares: one model, rounded by recipes, and models that come from it."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from husky_mlx import recipe
+from husky_mlx.calibrate_forward import FloatLlama
+from husky_mlx.calibrate_sensitivity import auto
+from husky_mlx.calibrate_weights import FloatWeights, PackedWeights
+from husky_mlx.divergence import Divergence, compare_states, final_states
+from husky_mlx.recipe import Allocation
+from husky_mlx.rounding_model import round_model
+
+
+@dataclass
+class Row:
+    """One model of the table. ``domains``: domain -> its divergence from the reference."""
+
+    name: str
+    rounding: str
+    nbytes: int
+    bits_per_weight: float
+    domains: dict[str, Divergence]
+    decode_tps: float | None = None
+
+    @property
+    def total(self) -> Divergence:
+        return sum(self.domains.values(), start=Divergence())
+
+
+class Evaluation:
+    """Models against one reference, on the same tokens: domain -> (sequences, length)."""
+
+    def __init__(self, source: FloatWeights, texts: Mapping[str, np.ndarray], xp: Any):
+        self.source = source
+        self.texts = texts
+        self.xp = xp
+        self.reference = FloatLlama(source.args, source, xp)
+        self._floats: Allocation = dict.fromkeys(tensor.path for tensor in source.tensors)
+        self.states = {name: final_states(self.reference, ids) for name, ids in texts.items()}
+
+    def unquantized(self) -> Row:
+        """The reference itself; its size is that in 16 bit."""
+        return Row("unquantized", "", *self._size(self._floats), self._domains(self.source))
+
+    def recipe(
+        self,
+        name: str,
+        method: str,
+        calibration: np.ndarray | None,
+        *,
+        group_size: int | None = None,
+        budget_bpw: float | None = None,
+    ) -> Row:
+        """The unquantized matrices by a recipe and a method of rounding.
+
+        ``calibration``: tokens (sequences, length) for "gptq", "awq" and "auto". ValueError for
+        names that there are not, and for "auto" without a budget.
+        """
+        if name == "keep":
+            size = (
+                self.source.nbytes,
+                recipe.bits_per_weight(self.source.tensors, self.source.specs),
+            )
+            return Row(name, "", *size, self._domains(self.source))
+        if name in recipe.FLOAT_RECIPES:
+            dtype = getattr(mx, recipe.FLOAT_RECIPES[name])
+            cast = {each: mx.array(value).astype(dtype) for each, value in self.source.items()}
+            weights = PackedWeights(cast, self._floats, self.xp)
+            return Row(name, "", *self._size(self._floats), self._domains(weights))
+        tensors = [replace(tensor, spec=None) for tensor in self.source.tensors]
+        if name != "auto":
+            allocation = recipe.resolve(name, tensors, group_size=group_size)
+        elif budget_bpw is None or calibration is None:
+            raise ValueError("the recipe 'auto' needs calibration text and a budget")
+        else:
+            dtype, llama = self.source.dtype, self.reference
+            allocation = auto(llama, tensors, budget_bpw, method, calibration, dtype, group_size)
+        return self._rounded(name, method, allocation, calibration)
+
+    def stored(self, name: str, weights: FloatWeights) -> Row:
+        """A row for a model on disk. ValueError where its shape is not the reference's."""
+        ours, theirs = ({t.path: t.shape for t in w.tensors} for w in (self.source, weights))
+        if ours != theirs:
+            raise ValueError(f"{name}: its matrices are not those of {self.source.path}")
+        return Row(name, "stored", *_stored_size(weights), self._domains(weights))
+
+    def _rounded(
+        self, name: str, method: str, allocation: Allocation, calibration: np.ndarray | None
+    ) -> Row:
+        parameters: dict[str, Any] = {}
+        for part in round_model(self.reference, allocation, method, calibration, self.source.dtype):
+            parameters |= part
+        packed = PackedWeights(parameters, allocation, self.xp)
+        weights: Mapping[str, Any] = ChainMap(packed, self.source)  # type: ignore[arg-type]
+        return Row(name, method, *self._size(allocation), self._domains(weights))
+
+    def _domains(self, weights: Mapping[str, Any]) -> dict[str, Divergence]:
+        llama = FloatLlama(self.source.args, weights, self.xp)
+        return {
+            name: compare_states(
+                self.reference, self.states[name], llama, final_states(llama, ids), ids
+            )
+            for name, ids in self.texts.items()
+        }
+
+    def _size(self, allocation: Allocation) -> tuple[int, float]:
+        """Bytes and bits per weight, with 16 bit for each value that is not quantized."""
+        tensors = self.source.tensors
+        bits = recipe.bits_per_weight(tensors, allocation)
+        matrices = round(bits * sum(tensor.size for tensor in tensors) / 8)
+        return matrices + 2 * self.source.vectors, bits
+
+
+def _stored_size(weights: FloatWeights) -> tuple[int, float]:
+    return weights.nbytes, recipe.bits_per_weight(weights.tensors, weights.specs)

@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import infer_quant_config, load_adapters, load_tokenizer
 from mlx_lm.utils import load as stock_load
 
-from husky_mlx import checkpoint, gguf_tokenizer, sources
+from husky_mlx import artifact, checkpoint, foreign, gguf_tokenizer, sources
 from husky_mlx.config import LlamaConfig
 from husky_mlx.device import activation_dtype
 from husky_mlx.errors import CheckpointError, UnsupportedModel
@@ -27,8 +27,6 @@ from husky_mlx.request import check_size
 from husky_mlx.structure import check_structure, drop_unread
 
 BACKENDS = ("husky", "mlx")
-# Quantization methods whose tensors are already in MLX's own layout.
-_MLX_METHODS = (None, "mxfp4", "mxfp8")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -86,6 +84,7 @@ def load(
         )
 
     if backend == "mlx" and path.is_dir():
+        artifact.verify(path)
         return load_stock("backend is mlx")
     try:
         found = checkpoint.read(path, model_config)
@@ -213,19 +212,16 @@ def _widen_scales(model: Model) -> None:
 
 
 def refuse_foreign_quantization(config: Mapping[str, Any], source: str) -> None:
-    """Raise UnsupportedModel for a checkpoint that another library packed."""
-    settings = config.get("quantization_config") or {}
-    if not isinstance(settings, Mapping):
-        raise CheckpointError(f"{source}: quantization_config must be an object, found {settings}")
-    method = settings.get("quant_method")
-    if config.get("quantization") or method in _MLX_METHODS:
+    """Raise UnsupportedModel for weights that another library packed and nobody has rewritten."""
+    settings = foreign.settings_of(config, source)
+    if settings is None:
         return
     layout = f" (format {settings['format']!r})" if settings.get("format") else ""
     raise UnsupportedModel(
         source,
         [
-            f"quantization_config.quant_method is {method!r}{layout}, supported are MLX's own "
-            "layouts: convert the unquantized model with `husky convert -q`"
+            f"quantization_config.quant_method is {settings.get('quant_method')!r}{layout}, "
+            "supported are MLX's own layouts: convert the unquantized model with `husky convert -q`"
         ],
     )
 

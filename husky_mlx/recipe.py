@@ -211,9 +211,10 @@ def _choices(
 
 def _knapsack(choices: Sequence[Sequence[tuple[int, float]]], spare: int) -> list[int]:
     """The index of one (bits, cost) in each list: least cost, at most ``spare`` bits in all."""
-    step = max(math.gcd(*(bits for options in choices for bits, _ in options)), 1)
-    step = max(step, -(-spare // _MOST_STEPS))
-    capacity = min(spare, sum(max(bits for bits, _ in options) for options in choices)) // step
+    spare = min(spare, sum(max(bits for bits, _ in options) for options in choices))
+    step = math.gcd(*(bits for options in choices for bits, _ in options))
+    step = max(step, -(-spare // _MOST_STEPS), 1)
+    capacity = spare // step
     least = np.zeros(capacity + 1)  # the least cost with at most so many steps
     taken = []
     for options in choices:

@@ -10,13 +10,19 @@ base chip.
 NVIDIA's figures come from the data sheets of the products named (https://www.nvidia.com/en-us/
 data-center/, geforce/ and autonomous-machines/ under it) and the multiprocessors that CUDA reports
 for them; for a GPU that is not named, a small one of its compute capability stands in.
+
+TFLOPS of Apple's GPUs: 128 fused multiply-adds a core and cycle, at the clock that Apple's own
+TFLOPS give, 2.6 for M1's 8 cores (2020/11/apple-unleashes-m1) and 3.6 for M2's 10 (2022/06). Of
+later chips none were published: they take M2's clock, which is less than they have. The matrix
+units of M5's cores are "over 4x" M4's peak (2025/10/apple-unleashes-m5). NVIDIA's are the data
+sheets' dense 16-bit ones.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -24,6 +30,8 @@ import mlx.core as mx
 @dataclass(frozen=True)
 class Chip:
     """One GPU. ``bandwidth`` in GB/s (10^9), ``memory`` in GB, the sizes that it is sold with.
+
+    ``tflops``: 10^12 operations a second in 16-bit matrix products, 0 where none are known.
 
     ``generation`` is Apple's GPU generation (13 to 18) or CUDA's compute capability (80 to 121); 0
     means unknown. ``cores`` are Apple's GPU cores or NVIDIA's multiprocessors.
@@ -35,11 +43,19 @@ class Chip:
     cores: int
     bandwidth: float
     memory: tuple[int, ...] = ()
+    tflops: float = 0.0
+
+
+# Apple's GPU generation -> GFLOPS a core: 256 operations a cycle.
+_GFLOPS_A_CORE = {13: 325.0, 14: 360.0, 15: 360.0, 16: 360.0, 17: 1440.0, 18: 1440.0}
+# A GPU of generation 17 without matrix units.
+_NO_MATRIX_UNITS = "a18pro"
 
 
 def _apple(name: str, generation: int, *bins: tuple[int, float, tuple[int, ...]]) -> list[Chip]:
+    gflops = _GFLOPS_A_CORE[16 if name == _NO_MATRIX_UNITS else generation]
     return [
-        Chip(name, "metal", generation, cores, bandwidth, memory)
+        Chip(name, "metal", generation, cores, bandwidth, memory, cores * gflops / 1000)
         for cores, bandwidth, memory in bins
     ]
 
@@ -90,32 +106,32 @@ _APPLE: dict[str, list[Chip]] = {
     )
 }
 
-# Compute capability -> multiprocessors and GB/s of a small GPU that has it.
-_CUDA: dict[int, tuple[int, float]] = {
-    80: (56, 933),  # A30
-    86: (18, 168),  # RTX 3050 of 6 GB
-    87: (16, 205),  # Jetson AGX Orin
-    89: (24, 272),  # RTX 4060
-    90: (114, 2000),  # H100 PCIe
-    100: (148, 8000),  # B200
-    103: (148, 8000),  # B300; its chip has 160
-    110: (20, 273),  # Jetson Thor
-    120: (20, 320),  # RTX 5050
-    121: (48, 273),  # GB10
+# Compute capability -> multiprocessors, GB/s and TFLOPS (0: not known) of a small GPU that has it.
+_CUDA: dict[int, tuple[int, float, float]] = {
+    80: (56, 933, 165),  # A30
+    86: (18, 168, 0),  # RTX 3050 of 6 GB
+    87: (16, 205, 0),  # Jetson AGX Orin
+    89: (24, 272, 0),  # RTX 4060
+    90: (114, 2000, 756),  # H100 PCIe
+    100: (148, 8000, 2250),  # B200
+    103: (148, 8000, 0),  # B300; its chip has 160
+    110: (20, 273, 0),  # Jetson Thor
+    120: (20, 320, 0),  # RTX 5050
+    121: (48, 273, 0),  # GB10
 }
 
-# A part of the device's name -> multiprocessors, GB/s, GB.
-_NVIDIA: dict[str, tuple[int, float, tuple[int, ...]]] = {
-    "A100-PCIE-40GB": (108, 1555, (40,)),
-    "A100-SXM4-40GB": (108, 1555, (40,)),
-    "A100 80GB PCIe": (108, 1935, (80,)),
-    "A100-SXM4-80GB": (108, 2039, (80,)),
-    "RTX 3090": (82, 936, (24,)),
-    "RTX 4090": (128, 1008, (24,)),
-    "L40S": (142, 864, (48,)),
-    "H100 80GB HBM3": (132, 3350, (80,)),
-    "NVIDIA H200": (132, 4800, (141,)),
-    "RTX 5090": (170, 1792, (32,)),
+# A part of the device's name -> multiprocessors, GB/s, GB, TFLOPS.
+_NVIDIA: dict[str, tuple[int, float, tuple[int, ...], float]] = {
+    "A100-PCIE-40GB": (108, 1555, (40,), 312),
+    "A100-SXM4-40GB": (108, 1555, (40,), 312),
+    "A100 80GB PCIe": (108, 1935, (80,), 312),
+    "A100-SXM4-80GB": (108, 2039, (80,), 312),
+    "RTX 3090": (82, 936, (24,), 71),
+    "RTX 4090": (128, 1008, (24,), 165),
+    "L40S": (142, 864, (48,), 362),
+    "H100 80GB HBM3": (132, 3350, (80,), 989),
+    "NVIDIA H200": (132, 4800, (141,), 989),
+    "RTX 5090": (170, 1792, (32,), 209),
 }
 
 # The smallest Mac, a MacBook Neo: what suits it asks too much of nothing newer.
@@ -127,29 +143,56 @@ def names() -> list[str]:
     return list(_APPLE)
 
 
-def parse(text: str) -> Chip:
-    """The chip of a name such as ``m3pro``, ``m4max-40c`` or ``sm_90``.
+def parse(text: str, memory: int | None = None) -> tuple[Chip, str | None]:
+    """The chip of a name such as ``m3pro``, ``m4max-40c`` (GPU cores) or ``sm_90``, and a note.
 
-    Without a core count it is the lowest bin. Raises ValueError naming what is known.
+    ``memory`` in GB leaves the bins that are sold with it, and is then the chip's only size. Where
+    several bins remain it is the lowest, and the note says so. Raises ValueError naming what is
+    known.
     """
     key = re.sub(r"[\s_]", "", text.strip().lower())
     found = re.fullmatch(r"([am]\d+(?:pro|max|ultra)?)(?:-(\d+)c)?", key)
     if found and found[1] in _APPLE:
-        bins = _APPLE[found[1]]
-        if found[2] is None:
-            return bins[0]
-        for chip in bins:
-            if chip.cores == int(found[2]):
-                return chip
-        offered = ", ".join(f"{found[1]}-{chip.cores}c" for chip in bins)
-        raise ValueError(f"chip {text!r}: no {found[1]} has {found[2]} GPU cores; known: {offered}")
+        return _bin(found[1], None if found[2] is None else int(found[2]), memory)
     capability = re.fullmatch(r"sm(\d+)a?", key)
     if capability and int(capability[1]) in _CUDA:
-        return _cuda(int(capability[1]))
+        chip = _cuda(int(capability[1]))
+        return (chip if memory is None else replace(chip, memory=(memory,))), None
     raise ValueError(
         f"unknown chip {text!r}; known: {', '.join(_APPLE)} (with -40c, say, for 40 GPU cores), "
         f"{', '.join(f'sm_{number}' for number in _CUDA)}"
     )
+
+
+def parse_memory(text: str) -> int:
+    """``16gb``, ``16 GB`` or ``16`` as GB. Raises ValueError for anything else."""
+    found = re.fullmatch(r"(\d{1,5})\s*(?:gb)?", text.strip().lower())
+    if not found or not int(found[1]):
+        raise ValueError(f"memory must be given as 16gb, found {text!r}")
+    return int(found[1])
+
+
+def _bin(name: str, cores: int | None, memory: int | None) -> tuple[Chip, str | None]:
+    bins = [chip for chip in _APPLE[name] if cores in (None, chip.cores)]
+    if not bins:
+        offered = ", ".join(dict.fromkeys(f"{name}-{chip.cores}c" for chip in _APPLE[name]))
+        raise ValueError(f"chip {name!r}: none has {cores} GPU cores; known: {offered}")
+    if memory is not None:
+        sold = sorted({size for chip in bins for size in chip.memory})
+        bins = [replace(chip, memory=(memory,)) for chip in bins if memory in chip.memory]
+        if not bins:
+            raise ValueError(
+                f"chip {name!r}: none has {memory} GB of memory"
+                f"{'' if cores is None else f' and {cores} GPU cores'}; known: "
+                f"{', '.join(map(str, sold))} GB"
+            )
+    if len(bins) == 1:
+        return bins[0], None
+    words = "; ".join(
+        f"{name}-{chip.cores}c with {'/'.join(map(str, chip.memory))} GB, {chip.bandwidth:g} GB/s"
+        for chip in bins
+    )
+    return bins[0], f"{name} may be {words}: the lowest is taken"
 
 
 def detect(info: Mapping[str, str | int] | None = None) -> Chip:
@@ -181,9 +224,9 @@ def _capability(info: Mapping[str, str | int], architecture: str) -> int | None:
 
 def _cuda(capability: int, device_name: str = "") -> Chip:
     name = f"sm_{capability}"
-    for part, (cores, bandwidth, memory) in _NVIDIA.items():
+    for part, (cores, bandwidth, memory, tflops) in _NVIDIA.items():
         # A laptop's GPU has the name of a larger one.
         if part in device_name and "Laptop" not in device_name:
-            return Chip(name, "cuda", capability, cores, bandwidth, memory)
-    cores, bandwidth = _CUDA.get(capability, (UNKNOWN.cores, UNKNOWN.bandwidth))
-    return Chip(name, "cuda", capability, cores, bandwidth)
+            return Chip(name, "cuda", capability, cores, bandwidth, memory, tflops)
+    cores, bandwidth, tflops = _CUDA.get(capability, (UNKNOWN.cores, UNKNOWN.bandwidth, 0.0))
+    return Chip(name, "cuda", capability, cores, bandwidth, (), tflops)

@@ -33,7 +33,7 @@ from husky_mlx.errors import HuskyError
 from husky_mlx.loading import build_model
 from husky_mlx.ops.gemv import Platform
 
-M1 = Platform(chips.parse("m1"), "emulator")
+M1 = Platform(chips.parse("m1")[0], "emulator")
 
 
 @pytest.fixture(autouse=True)

@@ -33,16 +33,16 @@ from husky_mlx import chips
     ],
 )
 def test_apple_names(name, generation, cores, bandwidth):
-    chip = chips.parse(name)
+    chip = chips.parse(name)[0]
     assert (chip.generation, chip.cores, chip.bandwidth) == (generation, cores, bandwidth)
     assert chip.target == "metal"
 
 
 def test_cuda_names_are_compute_capabilities():
-    chip = chips.parse("sm_90a")
+    chip = chips.parse("sm_90a")[0]
     assert (chip.target, chip.generation, chip.name) == ("cuda", 90, "sm_90")
     for capability in (80, 86, 89, 90, 100, 120):
-        assert chips.parse(f"sm_{capability}").generation == capability
+        assert chips.parse(f"sm_{capability}")[0].generation == capability
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,71 @@ def test_unknown_names_list_what_is_known(text, says):
     assert says in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "memory", "cores", "bandwidth", "note"),
+    [
+        ("m3pro", None, 14, 150, "m3pro-18c with 18/36 GB, 150 GB/s: the lowest is taken"),
+        ("m3pro-18c", None, 18, 150, None),
+        ("m3pro", 36, 14, 150, "m3pro-14c with 36 GB"),
+        # These sizes are sold with one of the two only.
+        ("m4max", 36, 32, 410, None),
+        ("m4max", 64, 40, 546, None),
+        ("m2max", 96, 38, 400, None),
+        # One number of cores, two speeds of memory.
+        ("m6-12c", None, 12, 153, "m6-12c with 24/32 GB, 170 GB/s"),
+        ("m6", 32, 12, 170, None),
+        ("sm_90", 80, 114, 2000, None),
+    ],
+)
+def test_what_a_name_leaves_open_is_the_lowest_bin_and_said(name, memory, cores, bandwidth, note):
+    chip, said = chips.parse(name, memory)
+    assert (chip.cores, chip.bandwidth) == (cores, bandwidth)
+    assert said is None if note is None else note in said
+    if memory is not None:
+        assert chip.memory == (memory,)
+
+
+def test_memory_that_no_bin_has_lists_the_sizes_sold():
+    with pytest.raises(ValueError, match=r"none has 12 GB of memory; known: 8, 16 GB"):
+        chips.parse("m1", 12)
+    with pytest.raises(ValueError, match=r"36 GB of memory and 40 GPU cores; known: 48, 64, 128"):
+        chips.parse("m4max-40c", 36)
+
+
+@pytest.mark.parametrize(("text", "size"), [("16gb", 16), ("128 GB", 128), ("8", 8)])
+def test_memory_in_words(text, size):
+    assert chips.parse_memory(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0gb", "-8", "16mb", "1e3", "16gbb"])
+def test_memory_that_is_none(text):
+    with pytest.raises(ValueError, match="memory must be given as 16gb"):
+        chips.parse_memory(text)
+
+
+@pytest.mark.parametrize(
+    # Apple's own figures, where it published any.
+    ("name", "tflops"),
+    [
+        *(("m1-8c", 2.6), ("m1pro-16c", 5.2), ("m1max-32c", 10.4), ("m1ultra-64c", 21)),
+        *(("m2-10c", 3.6), ("m2pro-19c", 6.8), ("m2max-38c", 13.6), ("m2ultra-76c", 27.2)),
+    ],
+)
+def test_tflops_are_apples(name, tflops):
+    assert chips.parse(name)[0].tflops == pytest.approx(tflops, rel=0.02)
+
+
+def test_matrix_units_are_four_times_the_chip_before():
+    m4, m5, phone = (chips.parse(name)[0] for name in ("m4-10c", "m5-10c", "a18pro"))
+    assert m5.tflops == pytest.approx(4 * m4.tflops)
+    assert phone.tflops / phone.cores == pytest.approx(m4.tflops / m4.cores)
+
+
 def test_every_apple_name_parses_to_its_lowest_bin_and_back():
     for name in chips.names():
-        lowest = chips.parse(name)
-        assert lowest.name == name
-        assert chips.parse(f"{name}-{lowest.cores}c") is lowest
+        lowest = chips.parse(name)[0]
+        assert lowest.name == name and lowest.tflops > 0
+        assert chips.parse(f"{name}-{lowest.cores}c")[0] is lowest
         # No Mac is below a MacBook Neo or near HBM.
         assert 60 <= lowest.bandwidth <= 1200
         assert lowest.memory == tuple(sorted(lowest.memory))
@@ -73,18 +133,18 @@ def test_every_apple_name_parses_to_its_lowest_bin_and_back():
 
 def test_detects_macs_by_what_metal_reports():
     info = {"device_name": "Apple M3 Max", "architecture": "applegpu_g15s", "memory_size": 1 << 36}
-    assert chips.detect(info) == chips.parse("m3max")
+    assert chips.detect(info) == chips.parse("m3max")[0]
     info = {"device_name": "Apple M1", "architecture": "applegpu_g13g"}
-    assert chips.detect(info) == chips.parse("m1")
+    assert chips.detect(info) == chips.parse("m1")[0]
     info = {"device_name": "Apple A18 Pro", "architecture": "applegpu_g17p"}
-    assert chips.detect(info) == chips.parse("a18pro")
+    assert chips.detect(info) == chips.parse("a18pro")[0]
 
 
 def test_a_newer_mac_keeps_its_generation_and_gets_cautious_figures():
     chip = chips.detect({"device_name": "Apple M9 Ultra", "architecture": "applegpu_g21d"})
     assert (chip.target, chip.generation) == ("metal", 21)
-    assert chip.cores <= chips.parse("m3").cores
-    assert chip.bandwidth <= chips.parse("m1").bandwidth
+    assert chip.cores <= chips.parse("m3")[0].cores
+    assert chip.bandwidth <= chips.parse("m1")[0].bandwidth
 
 
 def test_detects_nvidia_gpus():
@@ -92,13 +152,13 @@ def test_detects_nvidia_gpus():
     known = chips.detect({"device_name": "NVIDIA H200", **hopper})
     assert (known.generation, known.cores, known.bandwidth) == (90, 132, 4800)
     other = chips.detect({"device_name": "NVIDIA Something", **hopper})
-    assert (other.generation, other.bandwidth) == (90, chips.parse("sm_90").bandwidth)
+    assert (other.generation, other.bandwidth) == (90, chips.parse("sm_90")[0].bandwidth)
     assert chips.detect({"architecture": "sm_120"}).generation == 120
     ada = {"compute_capability_major": 8, "compute_capability_minor": 9}
     assert chips.detect({"device_name": "NVIDIA GeForce RTX 4090", **ada}).cores == 128
     # 76 multiprocessors on half the bus.
     laptop = chips.detect({"device_name": "NVIDIA GeForce RTX 4090 Laptop GPU", **ada})
-    assert laptop == chips.parse("sm_89")
+    assert laptop == chips.parse("sm_89")[0]
     assert chips.detect({"architecture": "sm_75"}).generation == 75
 
 

@@ -65,7 +65,7 @@ def on(monkeypatch):
         def fused(config, weights, plan):
             made = fused_weights(config, weights)
             assert not isinstance(made, str), made
-            return FusedGraph(config, made, plan, Platform(chips.parse(chip), "emulator"))
+            return FusedGraph(config, made, plan, Platform(chips.parse(chip)[0], "emulator"))
 
         monkeypatch.setattr(frozen, "choose_graph", fused)
 
@@ -79,7 +79,7 @@ def tested_on(monkeypatch, tmp_path):
     monkeypatch.setattr(verdicts, "path", lambda: path)
 
     def choose(chip="m1"):
-        platform = Platform(chips.parse(chip), "emulator")
+        platform = Platform(chips.parse(chip)[0], "emulator")
         monkeypatch.delenv("HUSKY_KERNELS", raising=False)
         monkeypatch.setattr(graphs, "kernel_platform", lambda: platform)
         return path

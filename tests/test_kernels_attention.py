@@ -196,6 +196,6 @@ def test_scores_far_apart_and_far_from_zero():
     ],
 )
 def test_the_policys_own_tiles(chip, shape):
-    tile = policy("attention_decode", shape, 16, chips.parse(chip))
+    tile = policy("attention_decode", shape, 16, chips.parse(chip)[0])
     padding = [0, 3, 40, 299] if shape.batched else None
     check(shape, mx.float16, 300, tile, padding)

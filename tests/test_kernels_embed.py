@@ -28,7 +28,7 @@ def exact(array):
 
 def run(tokens, *parts, width, bits, group, dtype):
     shape = EmbedShape(len(tokens), width)
-    tile = policy("embed", shape, bits, chips.parse("m1"))
+    tile = policy("embed", shape, bits, chips.parse("m1")[0])
     embedded, following = kernels.launch(
         "embed",
         {

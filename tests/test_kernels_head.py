@@ -168,7 +168,7 @@ def test_combine_finds_the_first_of_the_largest(simdgroups, count):
 @pytest.mark.parametrize("chip", ["m1", "m4max-40c"])
 @pytest.mark.parametrize("bits", [4, 16])
 def test_the_policys_own_tiles(chip, bits):
-    tile = policy("rms_lm_head", GemvShape(1, 101, 576, norm=True), bits, chips.parse(chip))
+    tile = policy("rms_lm_head", GemvShape(1, 101, 576, norm=True), bits, chips.parse(chip)[0])
     (logits,), wanted = run_head(
         "lanes", "rms_lm_head", bits, 64, mx.bfloat16, 1, 576, tile, norm=tile.norm
     )

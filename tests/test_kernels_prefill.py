@@ -17,7 +17,7 @@ from husky_mlx.ops.rope_append import rope_append_kernel
 from husky_mlx.ops.swiglu import swiglu_kernel
 from husky_mlx.places import make_place
 
-PLATFORM = Platform(chips.parse("m1"), "emulator")
+PLATFORM = Platform(chips.parse("m1")[0], "emulator")
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
 

@@ -14,9 +14,9 @@ from husky_mlx.tiles import ArgmaxShape, AttentionShape, EmbedShape, GemvShape
 
 NEXT_MAC = chips.detect({"device_name": "Apple M9", "architecture": "applegpu_g21g"})
 CHIPS = [
-    *(parse(name) for name in chips.names()),
-    *(parse(f"m{n}max-{c}c") for n, c in ((1, 32), (2, 38), (3, 40), (4, 40), (5, 40))),
-    *(parse(f"sm_{n}") for n in (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)),
+    *(parse(name)[0] for name in chips.names()),
+    *(parse(f"m{n}max-{c}c")[0] for n, c in ((1, 32), (2, 38), (3, 40), (4, 40), (5, 40))),
+    *(parse(f"sm_{n}")[0] for n in (80, 86, 87, 89, 90, 100, 103, 110, 120, 121)),
     chips.detect({"device_name": "NVIDIA H200", "architecture": "sm_90"}),
     Chip("sm_75", "cuda", 75, 40, 300.0),
     NEXT_MAC,
@@ -45,7 +45,7 @@ H200 = chips.detect({"device_name": "NVIDIA H200", "architecture": "sm_90"})
     ],
 )
 def test_attention_table(chip, shape, template):
-    tile = policy("attention_decode", shape, 16, H200 if chip == "h200" else parse(chip))
+    tile = policy("attention_decode", shape, 16, H200 if chip == "h200" else parse(chip)[0])
     found = (tile.queries, tile.lanes, tile.splits, tile.simdgroups, tile.unroll)
     assert found == template
     assert tile.template()["SPLIT"] == (tile.splits > 1)
@@ -70,7 +70,7 @@ def test_attention_table(chip, shape, template):
     ],
 )
 def test_gemv_table(chip, bits, shape, template):
-    tile = policy("down_add", shape, bits, H200 if chip == "h200" else parse(chip))
+    tile = policy("down_add", shape, bits, H200 if chip == "h200" else parse(chip)[0])
     found = tile.template()
     assert (found["ROWS"], found["SIMDGROUPS"], found["KSPLIT"], found["UNROLL"]) == template
 
@@ -81,7 +81,7 @@ def test_a_norm_that_would_not_fit_beside_the_sums_is_done_before():
     wide = policy("rms_lm_head", GemvShape(4, 128256, 8192, norm=True), 8, H200)
     assert not wide.template()["NORM"]
     # Metal stages nothing.
-    metal = policy("rms_lm_head", GemvShape(4, 128256, 8192, norm=True), 8, parse("m4max"))
+    metal = policy("rms_lm_head", GemvShape(4, 128256, 8192, norm=True), 8, parse("m4max")[0])
     assert metal.template()["NORM"]
 
 
@@ -119,7 +119,7 @@ def test_a_newer_generation_takes_the_last_known_one():
 )
 def test_what_no_kernel_takes_is_refused(op, shape, bits, says):
     with pytest.raises(ValueError, match=r"^\[") as error:
-        policy(op, shape, bits, parse("m1"))
+        policy(op, shape, bits, parse("m1")[0])
     assert says in str(error.value)
 
 

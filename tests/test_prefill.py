@@ -27,7 +27,7 @@ def emulated(monkeypatch, tmp_path):
     """``emulated(written_out_from)``: models take the kernels of an M1; the file of verdicts."""
     path = tmp_path / "selftest.json"
     monkeypatch.setattr(verdicts, "path", lambda: path)
-    platform = Platform(chips.parse("m1"), "emulator")
+    platform = Platform(chips.parse("m1")[0], "emulator")
 
     def choose(written_out_from=None):
         monkeypatch.setattr(graphs, "kernel_platform", lambda: platform)

@@ -51,7 +51,7 @@ class Divergence:
 def compare(reference: Any, logits: Any, targets: np.ndarray, xp: Any = np) -> Divergence:
     """Logits of two models (positions, vocabulary) and the tokens that came next (positions,)."""
     p, q = _log_probabilities(reference, xp), _log_probabilities(logits, xp)
-    divergence = (xp.exp(p) * (p - q)).sum(axis=-1)
+    divergence = _divergence(p, q, xp).sum(axis=-1)
     following = xp.take_along_axis(q, xp.array(targets)[:, None], axis=-1)
     same = reference.argmax(axis=-1) == logits.argmax(axis=-1)
     return Divergence(
@@ -92,3 +92,13 @@ def compare_states(
 def _log_probabilities(logits: Any, xp: Any) -> Any:
     shifted = logits - logits.max(axis=-1, keepdims=True)
     return shifted - xp.log(xp.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def _divergence(p: Any, q: Any, xp: Any) -> Any:
+    """Terms whose sum is KL: exp(p) (p - q), and exp(q) - exp(p), which adds up to 0.
+
+    So no term is negative, and an error of p or q counts only as far as they differ.
+    """
+    difference, likely = q - p, xp.exp(p)
+    near = likely * xp.expm1(xp.minimum(difference, 1.0))
+    return xp.where(difference > 1, xp.exp(q) - likely, near) - likely * difference

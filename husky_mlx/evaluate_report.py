@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,12 @@ MEANING = (
     "nats; a model agrees where both rank the same token first. Both measure divergence, not how "
     "well a model does tasks: husky evaluate runs those (lm-evaluation-harness)."
 )
+
+_BY_DOMAIN: dict[str, Callable[[Divergence], str]] = {
+    "KL": lambda found: f"{found.kl:.4f}",
+    "agrees": lambda found: f"{found.agreement:.1%}",
+    "perplexity": lambda found: f"{found.perplexity:.2f}",
+}
 
 
 def figures(rows: Sequence[Row], tokens: Mapping[str, int]) -> dict[str, Any]:
@@ -44,23 +50,15 @@ def _measures(found: Divergence) -> dict[str, float]:
     return {"perplexity": found.perplexity, "kl": found.kl, "agreement": found.agreement}
 
 
-def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
-    """One row a model, KL and agreement over all domains and KL for each of them."""
-    domains = list(rows[0].domains)
-    console = console or Console()
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("model")
-    for header in ("MB", "bits/weight", "perplexity", "KL", "agrees", "1 token in N differs"):
-        table.add_column(header, justify="right")
-    for name in domains if len(domains) > 1 else []:
-        table.add_column(f"KL {name}", justify="right")
+def print_table(rows: Sequence[Row]) -> None:
+    """A table over all text, then one a measure with a column for each domain."""
+    console = Console()
     timed = any(row.decode_tps is not None for row in rows)
-    if timed:
-        table.add_column("decode tok/s", justify="right")
+    headers = ["MB", "bits/weight", "perplexity", "KL", "agrees", "1 token in N differs"]
+    table = _table(headers + ["decode tok/s"] * timed)
     for row in rows:
         total = row.total
         cells = [
-            f"{row.name} {row.rounding}".strip(),
             f"{row.nbytes / 1e6:,.1f}",
             f"{row.bits_per_weight:.2f}",
             f"{total.perplexity:.2f}",
@@ -68,13 +66,29 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
             f"{total.agreement:.1%}",
             differs(total),
         ]
-        if len(domains) > 1:
-            cells += [f"{row.domains[name].kl:.4f}" for name in domains]
         if timed:
             cells.append("" if row.decode_tps is None else f"{row.decode_tps:.1f}")
-        table.add_row(*cells)
+        table.add_row(_label(row), *cells)
     console.print(table)
+    domains = list(rows[0].domains)
+    for title, measure in _BY_DOMAIN.items() if len(domains) > 1 else ():
+        table = _table(domains, title)
+        for row in rows:
+            table.add_row(_label(row), *(measure(row.domains[name]) for name in domains))
+        console.print(table)
     console.print(MEANING)
+
+
+def _table(headers: Sequence[str], title: str | None = None) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    table.add_column("model")
+    for header in headers:
+        table.add_column(header, justify="right")
+    return table
+
+
+def _label(row: Row) -> str:
+    return f"{row.name} {row.rounding}".strip()
 
 
 def differs(found: Divergence) -> str:

@@ -68,6 +68,16 @@ def test_nearest_is_mlx(spec, dtype):
         np.testing.assert_array_equal(found.astype(mx.float32), each.astype(mx.float32))
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+def test_as_stored_is_mlx(dtype):
+    bits = np.random.default_rng(0).integers(0, 2**32, 4000, np.uint32)
+    ties = np.arange(0x3F800000, 0x3F900000, 0x1000, np.uint32)
+    values = np.concatenate([bits, ties]).view(np.float32)
+    values = values[(np.abs(values) < 6e4) & (np.abs(values) > 1e-4)]
+    expected = np.array(mx.array(values).astype(dtype).astype(mx.float32))
+    np.testing.assert_array_equal(as_stored(values, dtype), expected)
+
+
 def gptq64(matrix, hessian, spec, packed: Packed) -> np.ndarray:
     """Codes by the definition in float64, with the scales and biases of ``packed``: after each
     column the later ones move to the minimum of the error, found from the Hessian's own inverse."""

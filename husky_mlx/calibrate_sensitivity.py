@@ -1,9 +1,10 @@
 """The recipe ``auto``: what each matrix's bits are worth, and the best way to spend a budget.
 
 A group of projections with one input is rounded alone at one candidate, and the divergence of the
-model's output is measured: that is the price of a unit of its weighted error. Its errors at the
-other candidates times the price are what those cost. mlx_lm.quant.dynamic_quant estimates a price
-from gradients instead, for two bit widths, over MLX's float32 products.
+model's output is measured. What the other candidates cost follows from that and from how much
+larger or smaller the weighted error of rounding to nearest is with them.
+mlx_lm.quant.dynamic_quant estimates from gradients instead, between two bit widths, over MLX's
+float32 products.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Probe:
     def divergence(self, changed: Mapping[str, Any], first: int | None) -> float:
         """KL in nats a token; ``changed``: name -> matrix, none of them read before the layer
         ``first``, or None for the embedding."""
-        weights = ChainMap(dict(changed), self.llama.weights)  # type: ignore[arg-type]
+        arrays = {name: self.llama.xp.array(value) for name, value in changed.items()}
+        weights = ChainMap(arrays, self.llama.weights)  # type: ignore[arg-type]
         other = FloatLlama(self.llama.config, weights, self.llama.xp)
         x = other.embed(self.tokens) if first is None else self.inputs[first]
         for index in range(first or 0, self.llama.config.num_hidden_layers):
@@ -71,7 +73,7 @@ def auto(
     """Path -> spec of least expected divergence at no more than ``budget_bpw``.
 
     Projections that share an input and are stored alike get one spec, as the fused kernels need.
-    ``method`` is the rounding that errors are measured with; "awq" counts as "rtn". ``tokens``:
+    ``method`` is the rounding that divergence is measured with; "awq" counts as "rtn". ``tokens``:
     (sequences, length) of calibration text. ``progress`` gets the path of each group that is done.
     ValueError for a budget that no choice meets.
     """
@@ -104,23 +106,19 @@ def measure(
     by_path = {tensor.path: tensor for tensor in tensors}
 
     def costs_of(group: list[Tensor], found: Statistics, first: int | None):
-        costs: dict[QuantSpec | None, float] = {}
-        rounded = {}
         options = candidates(group[0], group_size)
-        for spec in options:
-            if spec is None or spec == group[0].spec:
-                costs[spec] = 0.0
-                continue
-            costs[spec], rounded[spec] = _rounded(llama, group, found, spec, method, dtype)
-        if rounded:
-            tried = max(
-                (spec for spec in rounded if spec.bits_per_weight <= budget_bpw),
-                key=lambda spec: spec.bits_per_weight,
-                default=min(rounded, key=lambda spec: spec.bits_per_weight),
-            )
-            price = probe.divergence(rounded[tried], first) / (costs[tried] or 1.0)
-            costs = {spec: price * error for spec, error in costs.items()}
-        return group, costs
+        errors = {spec: _error(llama, group, found, spec, dtype) for spec in options}
+        rounded = [spec for spec, error in errors.items() if spec is not None and error]
+        if not rounded:
+            return group, errors
+        tried = max(
+            (spec for spec in rounded if spec.bits_per_weight <= budget_bpw),
+            key=lambda spec: spec.bits_per_weight,
+            default=min(rounded, key=lambda spec: spec.bits_per_weight),
+        )
+        changed = _rounded(llama, group, found, tried, method, dtype)
+        price = probe.divergence(changed, first) / errors[tried]
+        return group, {spec: price * error for spec, error in errors.items()}
 
     if llama.head != EMBEDDING:
         yield costs_of([by_path[EMBEDDING]], {}, None)
@@ -137,28 +135,45 @@ def measure(
     yield costs_of([by_path[llama.head]], head_statistics(llama, x), first)
 
 
+def _error(
+    llama: FloatLlama,
+    group: Sequence[Tensor],
+    found: Statistics,
+    spec: QuantSpec | None,
+    dtype: mx.Dtype,
+) -> float:
+    """The weighted error of a group rounded to the nearest, 0 for what the source has."""
+    if spec == group[0].spec:
+        return 0.0
+    plain = _rounded(llama, group, found, spec, "rtn", dtype)
+    total = 0.0
+    for tensor in group:
+        matrix, columns = llama.weights[f"{tensor.path}.weight"], tensor.shape[1]
+        # Rows of an untied embedding are looked up: every column counts alike.
+        statistics = found.get(tensor.path)
+        hessian = np.eye(columns, dtype=np.float32) if statistics is None else statistics.hessian
+        total += weighted_error(np.asarray(matrix), plain[f"{tensor.path}.weight"], hessian)
+    return total
+
+
 def _rounded(
     llama: FloatLlama,
     group: Sequence[Tensor],
     found: Statistics,
-    spec: QuantSpec,
+    spec: QuantSpec | None,
     method: str,
     dtype: mx.Dtype,
-) -> tuple[float, dict[str, np.ndarray]]:
-    """The weighted error of a group of matrices at one spec, and these by name."""
-    error, rounded = 0.0, {}
+) -> dict[str, np.ndarray]:
+    """The matrices of a group by name, after rounding."""
+    rounded = {}
     for tensor in group:
         name = f"{tensor.path}.weight"
-        matrix = llama.weights[name]
-        if tensor.path not in found:
-            # Rows of an untied embedding are looked up: every column counts alike.
-            hessian = np.eye(matrix.shape[1], dtype=np.float32)
+        matrix = np.asarray(llama.weights[name])
+        if spec is None:
+            rounded[name] = matrix
+        elif method == "gptq" and tensor.path in found:
+            packed = gptq(matrix, found[tensor.path].hessian, spec, dtype)
+            rounded[name] = dequantize(packed, spec)
         else:
-            hessian = found[tensor.path].hessian
-        if method == "gptq" and tensor.path in found:
-            packed = gptq(matrix, hessian, spec, dtype)
-        else:
-            packed = nearest(matrix, spec, dtype)
-        rounded[name] = dequantize(packed, spec)
-        error += weighted_error(matrix, rounded[name], hessian)
-    return error, rounded
+            rounded[name] = dequantize(nearest(matrix, spec, dtype), spec)
+    return rounded

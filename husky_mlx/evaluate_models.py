@@ -15,7 +15,7 @@ from husky_mlx.calibrate_forward import FloatLlama
 from husky_mlx.calibrate_sensitivity import auto
 from husky_mlx.calibrate_weights import FloatWeights, PackedWeights
 from husky_mlx.divergence import Divergence, compare_states, final_states
-from husky_mlx.recipe import Allocation
+from husky_mlx.recipe import Allocation, Tensor
 from husky_mlx.rounding_model import round_model
 
 
@@ -44,6 +44,7 @@ class Evaluation:
         self.xp = xp
         self.reference = FloatLlama(source.args, source, xp)
         self._floats: Allocation = dict.fromkeys(tensor.path for tensor in source.tensors)
+        self._allocations: dict[tuple[str, int | None, float], Allocation] = {}
         self.states = {name: final_states(self.reference, ids) for name, ids in texts.items()}
 
     def unquantized(self) -> Row:
@@ -76,14 +77,31 @@ class Evaluation:
             weights = PackedWeights(cast, self._floats, self.xp)
             return Row(name, "", *self._size(self._floats), self._domains(weights))
         tensors = [replace(tensor, spec=None) for tensor in self.source.tensors]
-        if name != "auto":
-            allocation = recipe.resolve(name, tensors, group_size=group_size)
-        elif budget_bpw is None or calibration is None:
-            raise ValueError("the recipe 'auto' needs calibration text and a budget")
+        if name == "auto":
+            allocation = self._auto(tensors, method, calibration, group_size, budget_bpw)
         else:
-            dtype, llama = self.source.dtype, self.reference
-            allocation = auto(llama, tensors, budget_bpw, method, calibration, dtype, group_size)
+            allocation = recipe.resolve(name, tensors, group_size=group_size)
         return self._rounded(name, method, allocation, calibration)
+
+    def _auto(
+        self,
+        tensors: list[Tensor],
+        method: str,
+        calibration: np.ndarray | None,
+        group_size: int | None,
+        budget_bpw: float | None,
+    ) -> Allocation:
+        """Measured once for "rtn" and "awq", which ``auto`` takes for the same."""
+        if budget_bpw is None or calibration is None:
+            raise ValueError("the recipe 'auto' needs calibration text and a budget")
+        measured = "gptq" if method == "gptq" else "rtn"
+        key = measured, group_size, budget_bpw
+        if key not in self._allocations:
+            dtype, llama = self.source.dtype, self.reference
+            self._allocations[key] = auto(
+                llama, tensors, budget_bpw, measured, calibration, dtype, group_size
+            )
+        return self._allocations[key]
 
     def stored(self, name: str, weights: FloatWeights) -> Row:
         """A row for a model on disk. ValueError where its shape is not the reference's."""

@@ -8,6 +8,7 @@ from the statistics of their inputs.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -30,7 +31,7 @@ _SCALED = (
 
 def awq_layer(
     prefix: str,
-    weights: Mapping[str, np.ndarray],
+    weights: Mapping[str, Any],
     statistics: Mapping[str, InputStatistics],
     allocation: Mapping[str, QuantSpec | None],
     dtype: mx.Dtype,
@@ -45,7 +46,7 @@ def awq_layer(
 
     def weight(path: str) -> np.ndarray:
         name = f"{path}.weight"
-        return changed[name] if name in changed else weights[name]
+        return changed[name] if name in changed else np.asarray(weights[name])
 
     for source, members in _SCALED:
         source, paths = f"{prefix}.{source}", [f"{prefix}.{member}" for member in members]
@@ -60,7 +61,7 @@ def awq_layer(
         inverse = scales[:, None] if source.endswith("_proj") else scales
         changed[f"{source}.weight"] = weight(source) / inverse
         if f"{source}.bias" in weights:
-            changed[f"{source}.bias"] = weights[f"{source}.bias"] / scales
+            changed[f"{source}.bias"] = np.asarray(weights[f"{source}.bias"]) / scales
     for path, found in seen.items():
         spec = allocation.get(path)
         if spec is not None and not path.endswith(_NEVER_CLIPPED):

@@ -44,6 +44,9 @@ def round_model(
         raise ValueError(f"the rounding {method!r} needs calibration text")
     x = llama.embed(tokens) if measures and tokens is not None else None
 
+    def stored(path: str) -> np.ndarray:
+        return np.asarray(llama.weights[f"{path}.weight"])
+
     def parameters(path: str, matrix: np.ndarray, found: Statistics) -> dict[str, mx.array]:
         spec = allocation.get(path)
         if spec is None:
@@ -56,7 +59,7 @@ def round_model(
         return _named(path, packed)
 
     if llama.head != EMBEDDING:
-        yield parameters(EMBEDDING, llama.weights[f"{EMBEDDING}.weight"], {})
+        yield parameters(EMBEDDING, stored(EMBEDDING), {})
     for index in range(llama.config.num_hidden_layers):
         prefix = f"model.layers.{index}"
         found: Statistics = {}
@@ -70,11 +73,10 @@ def round_model(
         }
         for path in [path for path in allocation if path.startswith(f"{prefix}.")]:
             name = f"{path}.weight"
-            matrix = changed[name] if name in changed else llama.weights[name]
-            part |= parameters(path, matrix, found)
+            part |= parameters(path, changed[name] if name in changed else stored(path), found)
         yield part
     found = head_statistics(llama, x) if measures else {}
-    matrix, spec = llama.weights[f"{llama.head}.weight"], allocation.get(llama.head)
+    matrix, spec = stored(llama.head), allocation.get(llama.head)
     if method == "awq" and spec is not None:
         matrix = clip(matrix, found[llama.head].hessian, spec, dtype)
     yield parameters(llama.head, matrix, found)

@@ -10,7 +10,7 @@ float32 products.
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 from husky_mlx.calibrate import Statistics, head_statistics, layer_statistics, weighted_error
 from husky_mlx.calibrate_forward import EMBEDDING, FloatLlama
 from husky_mlx.divergence import compare_states
+from husky_mlx.progress import count_bar
 from husky_mlx.recipe import Allocation, QuantSpec, Tensor, allocate, candidates
 from husky_mlx.rounding import dequantize, nearest
 from husky_mlx.rounding_gptq import gptq
@@ -68,21 +69,22 @@ def auto(
     tokens: np.ndarray,
     dtype: mx.Dtype,
     group_size: int | None = None,
-    progress: Callable[[str], None] = lambda path: None,
 ) -> Allocation:
     """Path -> spec of least expected divergence at no more than ``budget_bpw``.
 
     Projections that share an input and are stored alike get one spec, as the fused kernels need.
     ``method`` is the rounding that divergence is measured with; "awq" counts as "rtn". ``tokens``:
-    (sequences, length) of calibration text. ``progress`` gets the path of each group that is done.
-    ValueError for a budget that no choice meets.
+    (sequences, length) of calibration text. ValueError for a budget that no choice meets.
     """
+    free: Sensitivity = {t.path: dict.fromkeys(candidates(t, group_size), 0.0) for t in tensors}
+    allocate(tensors, free, budget_bpw)  # refuses a budget that is too small before the long part
     groups = {}
     costs: Sensitivity = {}
-    for group, each in measure(llama, tensors, budget_bpw, method, tokens, dtype, group_size):
-        groups[group[0].path] = group
-        costs[group[0].path] = each
-        progress(group[0].path)
+    with count_bar("measuring matrices", len(tensors)) as advance:
+        for group, each in measure(llama, tensors, budget_bpw, method, tokens, dtype, group_size):
+            groups[group[0].path] = group
+            costs[group[0].path] = each
+            advance(len(group))
     units = [
         replace(group[0], shape=(sum(tensor.shape[0] for tensor in group), group[0].shape[1]))
         for group in groups.values()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 DOMAINS = ("chinese", "general", "code", "mathematics")
+CALIBRATION_LENGTH = 256  # tokens a sequence
 _TEXTS = Path(__file__).resolve().parent / "texts"
 
 
@@ -38,7 +39,9 @@ def sequences(tokenizer: Any, text: str, length: int) -> np.ndarray:
     return np.array([start + each for each in pieces])
 
 
-def calibration_sequences(tokenizer: Any, texts: Mapping[str, str], length: int) -> np.ndarray:
+def calibration_sequences(
+    tokenizer: Any, texts: Mapping[str, str], length: int = CALIBRATION_LENGTH
+) -> np.ndarray:
     """All domains one after the other, (sequences, length); the shortest text bounds the length."""
     parts = [sequences(tokenizer, text, length) for text in texts.values()]
     shortest = min(part.shape[1] for part in parts)

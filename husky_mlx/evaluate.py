@@ -26,7 +26,6 @@ from husky_mlx.recipe import FLOAT_RECIPES, RECIPES
 from husky_mlx.rounding_model import METHODS
 from husky_mlx.structure import AFFINE_GROUP_SIZES
 
-CALIBRATION_LENGTH = 256
 # Decode speed of models on disk, as husky bench measures it.
 _SPEED = {
     "config": None,
@@ -67,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", metavar="FILE", help="evaluate on this text instead of our own")
     parser.add_argument("--calibrate", metavar="FILE", help="calibrate on this text instead")
     parser.add_argument(
-        "--length", type=bench.at_least(2), default=512, help="tokens a sequence (default 512)"
+        "--length", type=bench.at_least(2), default=256, help="tokens a sequence (default 256)"
     )
     parser.add_argument(
         "--tokens", type=bench.at_least(2), help="at most so many of each domain (default all)"
@@ -97,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         ids = sequences(tokenizer, text, args.length)
         most = len(ids) if args.tokens is None else max(args.tokens // ids.shape[1], 1)
         texts[domain] = ids[:most]
-    calibration = calibration_sequences(tokenizer, calibration_text, CALIBRATION_LENGTH)
+    calibration = calibration_sequences(tokenizer, calibration_text)
     notice(f"{sum(ids.size for ids in texts.values())} tokens of {', '.join(texts)}")
     evaluation = Evaluation(source, texts, xp)
     rows = [evaluation.unquantized()]

@@ -15,6 +15,7 @@ from husky_mlx.calibrate_forward import FloatLlama
 from husky_mlx.calibrate_sensitivity import auto
 from husky_mlx.calibrate_weights import FloatWeights, PackedWeights
 from husky_mlx.divergence import Divergence, compare_states, final_states
+from husky_mlx.progress import count_bar
 from husky_mlx.recipe import Allocation, Tensor
 from husky_mlx.rounding_model import round_model
 
@@ -114,8 +115,11 @@ class Evaluation:
         self, name: str, method: str, allocation: Allocation, calibration: np.ndarray | None
     ) -> Row:
         parameters: dict[str, Any] = {}
-        for part in round_model(self.reference, allocation, method, calibration, self.source.dtype):
-            parameters |= part
+        parts = round_model(self.reference, allocation, method, calibration, self.source.dtype)
+        with count_bar("rounding layers", self.source.args.num_hidden_layers + 1) as advance:
+            for part in parts:
+                parameters |= part
+                advance(1)
         packed = PackedWeights(parameters, allocation, self.xp)
         weights: Mapping[str, Any] = ChainMap(packed, self.source)  # type: ignore[arg-type]
         return Row(name, method, *self._size(allocation), self._domains(weights))

@@ -171,12 +171,13 @@ def allocate(
     choices = [_choices(tensor, sensitivity[tensor.path]) for tensor in tensors]
     least = sum(options[0][0] for options in choices)
     total = sum(tensor.size for tensor in tensors)
-    spare = math.floor(budget_bpw * total + 1e-6) - least
-    if spare < 0:
+    most = sum(options[-1][0] for options in choices)
+    if not budget_bpw * total + 1e-6 >= least:
         raise ValueError(
             f"a budget of {budget_bpw:g} bits per weight is below the smallest choice, "
             f"{least / total:.3f}"
         )
+    spare = math.floor(min(budget_bpw * total + 1e-6, most)) - least
     best = _knapsack(
         [[(size - options[0][0], cost) for size, cost, _ in options] for options in choices], spare
     )
@@ -211,7 +212,6 @@ def _choices(
 
 def _knapsack(choices: Sequence[Sequence[tuple[int, float]]], spare: int) -> list[int]:
     """The index of one (bits, cost) in each list: least cost, at most ``spare`` bits in all."""
-    spare = min(spare, sum(max(bits for bits, _ in options) for options in choices))
     step = math.gcd(*(bits for options in choices for bits, _ in options))
     step = max(step, -(-spare // _MOST_STEPS), 1)
     capacity = spare // step

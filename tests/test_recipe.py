@@ -219,6 +219,18 @@ def test_allocate_never_raises_bits():
         allocate(tensors, {t.path: {QuantSpec(8, 64): 0.0} for t in tensors}, 8.5)
 
 
+@pytest.mark.parametrize("budget", [0, -1, float("nan")])
+def test_no_budget(budget):
+    costs = {t.path: {QuantSpec(2, 64): 1.0} for t in tensors_of()}
+    with pytest.raises(ValueError, match=r"below the smallest choice, 2\.500"):
+        allocate(tensors_of(), costs, budget)
+
+
+def test_a_budget_for_everything():
+    costs = {t.path: {s: 4.0**-s.bits for s in SPECS} for t in tensors_of()}
+    assert set(allocate(tensors_of(), costs, float("inf")).values()) == {QuantSpec(8, 64)}
+
+
 def test_candidates():
     tensor = tensors_of()[0]
     assert recipe.candidates(tensor, 32) == [QuantSpec(b, 32) for b in (2, 3, 4, 5, 6, 8)]

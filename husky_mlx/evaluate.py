@@ -85,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("the recipe auto needs --budget, in bits per weight")
     if args.plot is not None:
         figure_class()
+    for file in filter(None, (args.json, args.plot)):
+        file.parent.mkdir(parents=True, exist_ok=True)
     held_out, calibration_text = held_out_texts(args.text), calibration_texts(args.calibrate)
     xp = array_module()
     path = sources.resolve(args.model, notify=notice)

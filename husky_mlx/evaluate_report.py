@@ -120,4 +120,4 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         axes.annotate(row.name, place, xytext=(4, 4), textcoords="offset points", fontsize=8)
     axes.set(xlabel="MB", ylabel="KL, nats a token", yscale="log")
     axes.legend()
-    figure.savefig(path)
+    figure.savefig(path, format="png")

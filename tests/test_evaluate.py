@@ -174,7 +174,7 @@ def test_bundled_domains(model, capsys, monkeypatch):
 
 def test_plot(tmp_path, model, text):
     pytest.importorskip("matplotlib")
-    file = tmp_path / "plot.png"
+    file = tmp_path / "new folder" / "plot"
     assert run(model, text, "--recipes", "8bit,4bit", "--plot", file) == 0
     assert file.read_bytes().startswith(b"\x89PNG")
 
@@ -189,6 +189,7 @@ def test_plot(tmp_path, model, text):
         (("--text", "/no/such/file"), "/no/such/file"),
         (("--calibrate", "/no/such/file"), "/no/such/file"),
         (("--compare", "./no-such-model"), "no such file or folder"),
+        (("--json", "/dev/null/found.json"), "/dev/null"),
         (("--length", "1"), "expected a number from 2 up"),
     ],
 )

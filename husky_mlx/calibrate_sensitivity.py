@@ -41,7 +41,7 @@ class Probe:
         self.inputs = [llama.embed(self.tokens)]  # of each layer, then of the final norm
         for index in range(llama.config.num_hidden_layers):
             self.inputs.append(llama.layer(index, self.inputs[-1]))
-        self.states = self._states(llama, self.inputs[-1])
+        self.logits = llama.logits(self._states(llama, self.inputs[-1]))
 
     def divergence(self, changed: Mapping[str, Any], first: int | None) -> float:
         """KL in nats a token; ``changed``: name -> matrix, none of them read before the layer
@@ -52,9 +52,8 @@ class Probe:
         x = other.embed(self.tokens) if first is None else self.inputs[first]
         for index in range(first or 0, self.llama.config.num_hidden_layers):
             x = other.layer(index, x)
-        return compare_states(
-            self.llama, self.states, other, self._states(other, x), self.tokens
-        ).kl
+        states = self._states(other, x)
+        return compare_states(lambda rows: self.logits[rows], other, states, self.tokens).kl
 
     @staticmethod
     def _states(llama: FloatLlama, x: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,19 +74,17 @@ def final_states(llama: FloatLlama, tokens: np.ndarray) -> Any:
 
 
 def compare_states(
-    reference: FloatLlama, expected: Any, llama: FloatLlama, states: Any, tokens: np.ndarray
+    reference: Callable[[slice], Any], llama: FloatLlama, states: Any, tokens: np.ndarray
 ) -> Divergence:
-    """The same from what ``final_states`` gave for each model, logits a few positions at a time."""
+    """The same for what ``final_states`` gave, a few positions at a time.
+
+    ``reference``: those positions -> the other model's logits.
+    """
     targets = tokens[:, 1:].reshape(-1)
     total = Divergence()
     for start in range(0, len(targets), _POSITIONS):
         rows = slice(start, start + _POSITIONS)
-        total += compare(
-            reference.logits(expected[rows]),
-            llama.logits(states[rows]),
-            targets[rows],
-            llama.xp,
-        )
+        total += compare(reference(rows), llama.logits(states[rows]), targets[rows], llama.xp)
     return total
 
 

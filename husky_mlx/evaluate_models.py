@@ -50,7 +50,7 @@ class Evaluation:
 
     def unquantized(self) -> Row:
         """The reference itself; its size is that in 16 bit."""
-        return Row("unquantized", "", *self._size(self._floats), self._domains(self.source))
+        return Row("unquantized", "", *self._size(self._floats), self._of_reference())
 
     def recipe(
         self,
@@ -127,11 +127,21 @@ class Evaluation:
     def _domains(self, weights: Mapping[str, Any]) -> dict[str, Divergence]:
         llama = FloatLlama(self.source.args, weights, self.xp)
         return {
-            name: compare_states(
-                self.reference, self.states[name], llama, final_states(llama, ids), ids
-            )
+            name: self._compare(name, llama, final_states(llama, ids))
             for name, ids in self.texts.items()
         }
+
+    def _of_reference(self) -> dict[str, Divergence]:
+        return {
+            name: self._compare(name, self.reference, states)
+            for name, states in self.states.items()
+        }
+
+    def _compare(self, name: str, llama: FloatLlama, states: Any) -> Divergence:
+        expected = self.states[name]
+        return compare_states(
+            lambda rows: self.reference.logits(expected[rows]), llama, states, self.texts[name]
+        )
 
     def _size(self, allocation: Allocation) -> tuple[int, float]:
         """Bytes and bits per weight, with 16 bit for each value that is not quantized."""

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         for method in [""] if name in ("keep", *FLOAT_RECIPES) else args.rounding:
             notice(f"{name} {method}".strip())
             rows.append(
-                evaluation.recipe(
+                evaluation.by_recipe(
                     name,
                     method,
                     calibration,

@@ -52,7 +52,7 @@ class Evaluation:
         """The reference itself; its size is that in 16 bit."""
         return Row("unquantized", "", *self._size(self._floats), self._of_reference())
 
-    def recipe(
+    def by_recipe(
         self,
         name: str,
         method: str,
@@ -67,11 +67,7 @@ class Evaluation:
         names that there are not, and for "auto" without a budget.
         """
         if name == "keep":
-            size = (
-                self.source.nbytes,
-                recipe.bits_per_weight(self.source.tensors, self.source.specs),
-            )
-            return Row(name, "", *size, self._domains(self.source))
+            return Row(name, "", *_stored_size(self.source), self._of_reference())
         if name in recipe.FLOAT_RECIPES:
             dtype = getattr(mx, recipe.FLOAT_RECIPES[name])
             cast = {each: mx.array(value).astype(dtype) for each, value in self.source.items()}
@@ -132,10 +128,8 @@ class Evaluation:
         }
 
     def _of_reference(self) -> dict[str, Divergence]:
-        return {
-            name: self._compare(name, self.reference, states)
-            for name, states in self.states.items()
-        }
+        llama = self.reference
+        return {name: self._compare(name, llama, states) for name, states in self.states.items()}
 
     def _compare(self, name: str, llama: FloatLlama, states: Any) -> Divergence:
         expected = self.states[name]

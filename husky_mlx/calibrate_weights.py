@@ -72,6 +72,8 @@ class FloatWeights(Mapping[str, Any]):
         self.dtype = _float_dtype(stream.outline)
         matrices = {f"{path}.weight" for path in self.specs}
         self._xp = xp
+        self._stream = stream
+        self._taken: set[str] = set()
         self._packed = PackedWeights(stream.outline, self.specs, xp)
         self.vectors = sum(stream.outline[name].size for name in set(self) - matrices)
         self._held: dict[str, Any] = {}
@@ -83,10 +85,12 @@ class FloatWeights(Mapping[str, Any]):
             return self._held[name]
         if name not in self:
             raise KeyError(name)
-        stream = open_stream(self.path)  # a stream gives each parameter once
+        if name in self._taken:  # a stream gives each parameter once
+            self._stream, self._taken = open_stream(self.path), set()
+        self._taken.add(name)
         base = name.removesuffix(".weight")
         names = [name, f"{base}.scales", f"{base}.biases"]
-        parts = {part: stream.take(part) for part in names if part in stream.outline}
+        parts = {part: self._stream.take(part) for part in names if part in self._stream.outline}
         value = PackedWeights(parts, self.specs, self._xp)[name]
         if self._holds:
             self._held[name] = value

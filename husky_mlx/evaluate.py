@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -88,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
     for file in filter(None, (args.json, args.plot)):
         file.parent.mkdir(parents=True, exist_ok=True)
     held_out, calibration_text = held_out_texts(args.text), calibration_texts(args.calibrate)
+    # MLX's float32 products on GPUs may pass through TF32: its rounding would be measured too.
+    os.environ.setdefault("MLX_ENABLE_TF32", "0")
     xp = array_module()
     path = sources.resolve(args.model, notify=notice)
     source = FloatWeights(path, xp)

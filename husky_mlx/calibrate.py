@@ -10,9 +10,6 @@ import numpy as np
 
 from husky_mlx.calibrate_forward import FloatLlama
 
-# Sequences that go through a layer together: bounds the memory of one layer's activations.
-_BATCH = 8
-
 
 @dataclass
 class InputStatistics:
@@ -51,8 +48,7 @@ def layer_statistics(llama: FloatLlama, index: int, x: Any) -> tuple[Any, Statis
             found.update(dict.fromkeys(paths, InputStatistics.empty(rows.shape[1])))
         found[paths[0]].add(rows)
 
-    parts = [llama.layer(index, x[i : i + _BATCH], observe) for i in range(0, len(x), _BATCH)]
-    return llama.xp.concatenate(parts), found
+    return llama.layer(index, x, observe), found
 
 
 def head_statistics(llama: FloatLlama, x: Any) -> Statistics:

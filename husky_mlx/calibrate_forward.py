@@ -14,12 +14,15 @@ import numpy as np
 
 from husky_mlx.config import LlamaConfig
 from husky_mlx.device import target
+from husky_mlx.structure import expected_shapes
 
 Array = Any  # np.ndarray or mx.array
 # Called with the paths of the projections that share an input, and that input, (tokens, columns).
 Observe = Callable[[tuple[str, ...], Array], None]
 HEAD = "lm_head"
 EMBEDDING = "model.embed_tokens"
+# Tokens whose activations inside a layer are in memory together.
+_TOKENS = 2048
 
 
 def array_module() -> Any:
@@ -50,29 +53,53 @@ class FloatLlama:
         return table[self._array(tokens)]
 
     def layer(self, index: int, x: Array, observe: Observe | None = None) -> Array:
-        """(sequences, length, hidden) before a layer -> after it."""
+        """(sequences, length, hidden) before a layer -> after it, its weights read once."""
+        prefix = f"model.layers.{index}."
+        names = expected_shapes(self.config, [index])
+        own = {name: self.weights[name] for name in names if name.startswith(prefix)}
+        step = max(_TOKENS // x.shape[1], 1)
+        parts = [self._layer(own, index, x[i : i + step], observe) for i in range(0, len(x), step)]
+        return self.xp.concatenate(parts)
+
+    def _layer(
+        self, weights: Mapping[str, Array], index: int, x: Array, observe: Observe | None
+    ) -> Array:
         prefix = f"model.layers.{index}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        y = self._norm(x, f"{prefix}.input_layernorm")
-        qkv = tuple(f"{attention}.{name}_proj" for name in "qkv")
-        q, k, v = self._linear(y, qkv, observe)
-        attended = self._attend(index, q, k, v)
-        x = x + self._linear(attended, (f"{attention}.o_proj",), observe)[0]
-        y = self._norm(x, f"{prefix}.post_attention_layernorm")
-        gate, up = self._linear(y, (f"{mlp}.gate_proj", f"{mlp}.up_proj"), observe)
+
+        def linear(x: Array, *paths: str) -> list[Array]:
+            rows = x.reshape(-1, x.shape[-1])
+            if observe is not None:
+                observe(paths, rows)
+            results = []
+            for path in paths:
+                y = rows @ weights[f"{path}.weight"].T
+                if f"{path}.bias" in weights:
+                    y = y + weights[f"{path}.bias"]
+                results.append(y.reshape(*x.shape[:-1], -1))
+            return results
+
+        y = self._norm(x, weights[f"{prefix}.input_layernorm.weight"])
+        q, k, v = linear(y, *(f"{attention}.{name}_proj" for name in "qkv"))
+        x = x + linear(self._attend(index, q, k, v), f"{attention}.o_proj")[0]
+        y = self._norm(x, weights[f"{prefix}.post_attention_layernorm.weight"])
+        gate, up = linear(y, f"{mlp}.gate_proj", f"{mlp}.up_proj")
         # Capped where exp would overflow: the quotient is 0 there all the same.
         gated = gate / (1 + self.xp.exp(self.xp.minimum(-gate, 80.0))) * up
-        return x + self._linear(gated, (f"{mlp}.down_proj",), observe)[0]
+        x = x + linear(gated, f"{mlp}.down_proj")[0]
+        if self.xp is mx:
+            mx.eval(x)
+        return x
 
     def final_norm(self, x: Array) -> Array:
         """What the head multiplies, of the shape of ``x``."""
-        return self._norm(x, "model.norm")
+        return self._norm(x, self.weights["model.norm.weight"])
 
-    def hidden(self, tokens: np.ndarray, observe: Observe | None = None) -> Array:
+    def hidden(self, tokens: np.ndarray) -> Array:
         """(sequences, length) token ids -> what the head multiplies, one vector a token."""
         x = self.embed(tokens)
         for index in range(self.config.num_hidden_layers):
-            x = self.layer(index, x, observe)
+            x = self.layer(index, x)
         return self.final_norm(x)
 
     def logits(self, normed: Array) -> Array:
@@ -82,21 +109,9 @@ class FloatLlama:
     def _array(self, values: np.ndarray) -> Array:
         return values if self.xp is np else mx.array(values)
 
-    def _norm(self, x: Array, name: str) -> Array:
+    def _norm(self, x: Array, weight: Array) -> Array:
         mean = (x * x).mean(axis=-1, keepdims=True)
-        return x / self.xp.sqrt(mean + self.config.rms_norm_eps) * self.weights[f"{name}.weight"]
-
-    def _linear(self, x: Array, paths: tuple[str, ...], observe: Observe | None) -> list[Array]:
-        rows = x.reshape(-1, x.shape[-1])
-        if observe is not None:
-            observe(paths, rows)
-        results = []
-        for path in paths:
-            y = rows @ self.weights[f"{path}.weight"].T
-            if f"{path}.bias" in self.weights:
-                y = y + self.weights[f"{path}.bias"]
-            results.append(y.reshape(*x.shape[:-1], -1))
-        return results
+        return x / self.xp.sqrt(mean + self.config.rms_norm_eps) * weight
 
     def _attend(self, index: int, q: Array, k: Array, v: Array) -> Array:
         """Queries, keys and values (sequences, length, heads * dims) -> the queries' shape."""

@@ -13,7 +13,6 @@ from husky_mlx.calibrate_forward import FloatLlama
 
 # Positions whose logits are in memory together.
 _POSITIONS = 128
-_SEQUENCES = 4
 
 
 @dataclass
@@ -66,10 +65,7 @@ def compare(reference: Any, logits: Any, targets: np.ndarray, xp: Any = np) -> D
 def final_states(llama: FloatLlama, tokens: np.ndarray) -> Any:
     """Token ids (sequences, length) -> what the head multiplies where a next token is known,
     (sequences * (length - 1), hidden)."""
-    parts = [
-        llama.hidden(tokens[i : i + _SEQUENCES])[:, :-1] for i in range(0, len(tokens), _SEQUENCES)
-    ]
-    states = llama.xp.concatenate(parts)
+    states = llama.hidden(tokens)[:, :-1]
     return states.reshape(-1, states.shape[-1])
 
 

@@ -11,8 +11,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.quant.gptq import Catcher
 from mlx_lm.utils import load_tokenizer
 
-from husky_mlx import calibrate_text
-from husky_mlx.calibrate import head_statistics, layer_statistics, weighted_error
+from husky_mlx import calibrate_forward, calibrate_text
+from husky_mlx.calibrate import InputStatistics, head_statistics, layer_statistics, weighted_error
 from husky_mlx.calibrate_forward import FloatLlama
 from husky_mlx.calibrate_sensitivity import Probe, auto, measure
 from husky_mlx.calibrate_weights import FloatWeights
@@ -118,9 +118,19 @@ def test_statistics_equal_those_of_mlx_lm_gptq(config):
         assert found[path].tokens == TOKENS.size
 
 
-def test_statistics_of_parts_are_those_of_the_whole():
-    from husky_mlx.calibrate import InputStatistics
+def test_sequences_go_through_a_layer_in_parts(monkeypatch):
+    llama = llama_of()
+    x = llama.embed(TOKENS)
+    whole, expected = layer_statistics(llama, 0, x)
+    monkeypatch.setattr(calibrate_forward, "_TOKENS", 20)
+    parts, found = layer_statistics(llama, 0, x)
+    np.testing.assert_allclose(parts, whole, atol=1e-5)
+    for path, statistics in expected.items():
+        assert found[path].tokens == TOKENS.size
+        np.testing.assert_allclose(found[path].hessian, statistics.hessian, rtol=1e-3, atol=1e-5)
 
+
+def test_statistics_of_parts_are_those_of_the_whole():
     x = np.random.default_rng(0).normal(size=(40, 8)).astype(np.float32)
     found = InputStatistics.empty(8)
     for part in np.split(x, [3, 20]):

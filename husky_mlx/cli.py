@@ -23,6 +23,8 @@ _OURS = {
     "demo": ("husky_mlx.demo", "one answer from a small real model, fetched once: try this first"),
     "models": ("husky_mlx.support", "what is supported; with a model: how it would run"),
     "convert": ("husky_mlx.conversion", "a checkpoint as a checked folder that mlx-lm reads too"),
+    "compile": ("husky_mlx.compilation_command", "quantize, pack and store a model for one chip"),
+    "cache": ("husky_mlx.build_cache", "what husky keeps on this disk, and clearing it"),
     "bench": ("husky_mlx.bench", "husky against mlx-lm on the same weights and tokens"),
     "eval": ("husky_mlx.evaluate", "what recipes and quantized models lose, on held-out text"),
     "bench ops": ("husky_mlx.bench_ops", "each kernel against the MLX operations it replaces"),
@@ -87,13 +89,8 @@ def main_convert() -> int:
 
 
 def main_compile() -> int:
-    """``husky-compile``: says that this version has nothing to compile ahead of time."""
-    print(
-        "husky-compile: this version packs the weights each time a model is loaded, there is no "
-        "compiled artifact to write",
-        file=sys.stderr,
-    )
-    return 1
+    """``husky-compile`` is ``husky compile``."""
+    return main(["compile", *sys.argv[1:]], "husky-compile")
 
 
 def _run(argv: list[str], settings: argparse.Namespace, program: str | None) -> int:

@@ -120,7 +120,7 @@ _RESPONSE_FIELDS = (
     "peak_memory",
     "finish_reason",
 )
-_OUR_KEYWORDS = ("backend", "max_context", "max_kv_size", "fallback", "verbose")
+_OUR_KEYWORDS = ("backend", "max_context", "max_kv_size", "fallback", "quant", "verbose")
 
 
 @functools.cache

@@ -218,7 +218,7 @@ def _say_lowered(changes: list[Change], notify: Callable[[str], None]) -> None:
     """Warn of what a source that was quantized already has lost."""
     lowered = [change for change in changes if change.error and change.tensor.spec is not None]
     if lowered:
-        worst = max(lowered, key=lambda change: change.error)
+        worst = max(lowered, key=lambda change: change.error or 0.0)
         notify(
             f"{len(lowered)} matrices were quantized already and have been again: their values are "
             f"off by up to {worst.error:.2%} (root mean square, {worst.tensor.path})"

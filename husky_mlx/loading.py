@@ -13,18 +13,22 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import infer_quant_config, load_adapters, load_tokenizer
+from mlx_lm.utils import infer_quant_config, load_tokenizer
 from mlx_lm.utils import load as stock_load
 
-from husky_mlx import artifact, checkpoint, foreign, gguf_tokenizer, sources
+from husky_mlx import artifact, builds, checkpoint, foreign, gguf_tokenizer, sources
+from husky_mlx.adapters import load_adapter
 from husky_mlx.config import LlamaConfig
 from husky_mlx.device import activation_dtype
 from husky_mlx.errors import CheckpointError, UnsupportedModel
 from husky_mlx.memory import megabytes, require_memory
 from husky_mlx.model import SINK_TOKENS, Model
 from husky_mlx.notices import notice
+from husky_mlx.ops.gemv import TileKey
+from husky_mlx.pack import Ready
 from husky_mlx.request import check_size
 from husky_mlx.structure import check_structure, drop_unread
+from husky_mlx.tiles import GemvTile
 
 BACKENDS = ("husky", "mlx")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -44,17 +48,21 @@ def load(
     max_context: int | None = None,
     max_kv_size: int | None = None,
     fallback: str | None = None,
+    quant: str | None = None,
     verbose: bool = False,
 ) -> tuple[Any, ...]:
     """Load a model and its tokenizer: (model, tokenizer), or with ``return_config`` the config too.
 
-    The first eight arguments are ``mlx_lm.load``'s. ``path_or_hf_repo`` may also be a .gguf file or
-    the alias "smollm2".
+    The first eight arguments are ``mlx_lm.load``'s. ``path_or_hf_repo`` may also be a .gguf file,
+    the alias "smollm2", a .hky folder or a build in one. Of a .hky folder the build for this
+    machine is taken, or its own weights where there is none. ``adapter_path`` may be PEFT's too.
 
     ``backend``: "husky", or "mlx" for mlx-lm's own class (default $HUSKY_BACKEND, else "husky").
     ``max_context``: the most tokens of prompt and reply together.
     ``max_kv_size``: keep the first 4 and the last tokens, this many in all, in a rotating cache.
     ``fallback``: "mlx" loads with mlx-lm what husky_mlx does not support, instead of raising.
+    ``quant``: a recipe of ``husky compile``; what it makes is kept in the cache folder, and an
+    adapter is then fused in before it is quantized.
     ``verbose``: one line to stderr about what runs where.
 
     ``lazy`` leaves the weights of a folder unread until their first use; a .gguf is read at once.
@@ -69,6 +77,7 @@ def load(
     path = sources.resolve(
         os.fsdecode(path_or_hf_repo), revision=revision, notify=notice if verbose else None
     )
+    build, notes = _build_for(path, quant, adapter_path)
 
     def load_stock(reason: str) -> tuple[Any, ...]:
         if verbose:
@@ -83,11 +92,15 @@ def load(
             trust_remote_code=trust_remote_code,
         )
 
-    if backend == "mlx" and path.is_dir():
+    if backend == "mlx" and path.is_dir() and build is None:
         artifact.verify(path)
         return load_stock("backend is mlx")
+    if build is not None:
+        path, adapter_path = build, None if quant else adapter_path
     try:
-        found = checkpoint.read(path, model_config)
+        found = (
+            builds.read_build(build, model_config) if build else checkpoint.read(path, model_config)
+        )
         model = build_model(
             found.config,
             found.weights,
@@ -103,15 +116,15 @@ def load(
         return load_stock("; ".join(error.differences))
     held = 0 if found.lazy else _bytes_of(model)
     config = found.config
-    for note in found.notes:
-        warnings.warn(f"{path}: {note}", stacklevel=2)
+    for note in [*notes, *(f"{path}: {note}" for note in found.notes)]:
+        warnings.warn(note, stacklevel=2)
+    packed = (found.ready, found.tiles) if isinstance(found, builds.Build) else ({}, {})
     del found
     if adapter_path is not None:
-        model = load_adapters(model, adapter_path)
-        model.eval()
+        model = load_adapter(model, adapter_path)
     tokenizer = read_tokenizer(path, tokenizer_config, config.get("eos_token_id"))
     if not lazy:
-        _materialize(model, str(path), held)
+        _materialize(model, str(path), held, *packed)
     if verbose:
         plan = getattr(model, "plan", None)
         words = plan.summary if plan else f"{path} runs on mlx-lm's model class: backend is mlx"
@@ -184,10 +197,27 @@ def read_tokenizer(
         ) from error
 
 
-def _materialize(model: nn.Module, source: str, held: int = 0) -> None:
+def _build_for(path: Path, quant: str | None, adapter: str | None) -> tuple[Path | None, list[str]]:
+    """The build to load instead of ``path``, made now if need be, and what to warn of."""
+    if quant is None:
+        return builds.find_build(path)
+    # It builds models with this module's functions.
+    from husky_mlx.build_cache import cached_build
+
+    return cached_build(path, quant, adapter), []
+
+
+def _materialize(
+    model: nn.Module,
+    source: str,
+    held: int = 0,
+    ready: Mapping[str, Ready] | None = None,
+    tiles: Mapping[TileKey, GemvTile] | None = None,
+) -> None:
     """Read what is not read yet, in the dtypes that the step takes, and freeze the step.
 
-    ``held``: how many bytes of the weights are in memory already.
+    ``held``: how many bytes of the weights are in memory already. ``ready`` and ``tiles``: those of
+    a build.
     """
     if isinstance(model, Model):
         _widen_scales(model)
@@ -196,7 +226,7 @@ def _materialize(model: nn.Module, source: str, held: int = 0) -> None:
     del parameters
     mx.eval(model.parameters())
     if isinstance(model, Model):
-        model.prepare()
+        model.prepare(ready, tiles)
 
 
 def _bytes_of(model: nn.Module) -> int:
@@ -207,7 +237,7 @@ def _widen_scales(model: Model) -> None:
     """Scales and biases in the activation dtype: on the CPU MLX would convert them every token."""
     for module in model.modules():
         for name in ("scales", "biases"):
-            if name in module:
+            if name in module and activation_dtype(module[name].dtype) != module[name].dtype:
                 module[name] = module[name].astype(activation_dtype(module[name].dtype))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 
@@ -18,23 +18,15 @@ _VALUES_AT_ONCE = 1 << 24
 _HALF_RANGE = 65504.0
 
 
-class Rounding(Protocol):
-    """Rounds a matrix of floats (rows, columns) to (weight uint32, scales, biases)."""
-
-    def __call__(
-        self, path: str, weight: mx.array, spec: QuantSpec
-    ) -> tuple[mx.array, ...] | None: ...
-
-
 @dataclass(frozen=True)
 class Change:
     """What became of one matrix. ``error``: the root of the mean squared difference over that of
-    the source's values, 0 where nothing was rounded."""
+    the source's values, 0 where nothing was rounded, None where the two cannot be compared."""
 
     tensor: Tensor
     spec: QuantSpec | None
     nbytes: int
-    error: float
+    error: float | None
 
 
 def tensors_of(stream: Stream) -> list[Tensor]:
@@ -69,44 +61,49 @@ def requantize(
     allocation: Allocation,
     dtype: mx.Dtype | None = None,
     *,
-    rounding: Rounding | None = None,
+    floats: Mapping[str, mx.Dtype] | None = None,
     report: Callable[[Change], None] = lambda change: None,
 ) -> Stream:
-    """The same checkpoint with each matrix at the spec of ``allocation``, made as it is taken.
+    """The same checkpoint with each matrix rounded to the spec of ``allocation`` when it is taken.
 
     A matrix that has as many bits already stays as it is, whatever its groups: rounding it again
-    would cost and save nothing. ``dtype`` of floats, scales and biases; theirs unless given.
-    ``rounding`` unless it returns None; else MLX's rounding to nearest. ``report`` gets each matrix
-    when it is done. ValueError where a value is too large for ``dtype``.
+    would cost and save nothing. ``dtype`` of floats, scales and biases; theirs unless given, and
+    ``floats`` for a matrix that is in it. ``report`` gets each matrix when it is done. ValueError
+    where a value is too large for its dtype.
     """
     tensors = {tensor.path: tensor for tensor in tensors_of(stream)}
-    specs = {path: _kept_or(tensor.spec, allocation[path]) for path, tensor in tensors.items()}
-    outline = _outline(stream, tensors, specs, dtype)
+    specs = kept_or(tensors, allocation)
+    dtypes = dict.fromkeys(tensors, dtype) | dict(floats or {})
 
     def read(name: str) -> dict[str, mx.array]:
         path = name.rpartition(".")[0]
         if path not in tensors or name.endswith(".bias"):
             return {name: _cast(name, stream.take(name), dtype)}
-        parts = [f"{path}.{part}" for part in ("weight", "scales", "biases")]
-        stored = {part: stream.take(part) for part in parts if part in stream.outline}
-        made, error = _convert(
-            path, list(stored.values()), tensors[path].spec, specs[path], dtype, rounding
-        )
-        found = dict(zip(parts, made, strict=False))
-        nbytes = sum(value.nbytes for value in found.values())
-        report(Change(tensors[path], specs[path], nbytes, error))
+        stored = [stream.take(part) for part in _parts(path) if part in stream.outline]
+        made, error = _convert(path, stored, tensors[path].spec, specs[path], dtypes[path])
+        found = dict(zip(_parts(path), made, strict=False))
+        report(Change(tensors[path], specs[path], sum(v.nbytes for v in made), error))
         return found
 
     config = quantized_config(stream.config, specs)
     if dtype is not None:
         config |= {key: _name(dtype) for key in ("dtype", "torch_dtype") if key in config}
+    outline = outline_of(stream, tensors, specs, dtypes, dtype)
     return Stream(config, in_model_order(stream.args, outline), stream.notes, read)
 
 
-def _kept_or(stored: QuantSpec | None, wanted: QuantSpec | None) -> QuantSpec | None:
-    if stored is not None and wanted is not None and stored.bits == wanted.bits:
-        return stored
-    return wanted
+def _parts(path: str) -> list[str]:
+    return [f"{path}.{part}" for part in ("weight", "scales", "biases")]
+
+
+def kept_or(tensors: Mapping[str, Tensor], allocation: Allocation) -> dict[str, QuantSpec | None]:
+    """The allocation, with a matrix's own spec where it has as many bits already."""
+    specs: dict[str, QuantSpec | None] = {}
+    for path, tensor in tensors.items():
+        wanted = specs[path] = allocation[path]
+        if tensor.spec is not None and wanted is not None and tensor.spec.bits == wanted.bits:
+            specs[path] = tensor.spec
+    return specs
 
 
 def quantized_config(
@@ -134,23 +131,28 @@ def _entry(spec: QuantSpec) -> dict[str, Any]:
     return {"group_size": spec.group_size, "bits": spec.bits, "mode": spec.mode}
 
 
-def _outline(
+def outline_of(
     stream: Stream,
     tensors: Mapping[str, Tensor],
     specs: Mapping[str, QuantSpec | None],
+    dtypes: Mapping[str, mx.Dtype | None],
     dtype: mx.Dtype | None,
 ) -> dict[str, mx.array]:
+    """Dtype and shape of each parameter once its matrix has the spec and the dtype given; ``dtype``
+    is that of what is no matrix."""
     outline = {}
     for name, value in stream.outline.items():
         path, _, part = name.rpartition(".")
-        if path not in tensors or part == "bias" or specs[path] == tensors[path].spec:
+        if path not in tensors or part == "bias":
             outline[name] = mx.zeros(value.shape, _target(value.dtype, dtype))
+        elif specs[path] == tensors[path].spec:
+            outline[name] = mx.zeros(value.shape, _target(value.dtype, dtypes[path]))
     for path, tensor in tensors.items():
         spec = specs[path]
         if spec == tensor.spec:
             continue
         stored = stream.outline.get(f"{path}.scales", stream.outline[f"{path}.weight"]).dtype
-        floats = _target(mx.bfloat16 if stored == mx.uint8 else stored, dtype)
+        floats = _target(mx.bfloat16 if stored == mx.uint8 else stored, dtypes[path])
         rows, columns = tensor.shape
         if spec is None:
             outline[f"{path}.weight"] = mx.zeros((rows, columns), floats)
@@ -170,20 +172,12 @@ def _convert(
     had: QuantSpec | None,
     wanted: QuantSpec | None,
     dtype: mx.Dtype | None,
-    rounding: Rounding | None,
 ) -> tuple[list[mx.array], float]:
     """The parts of one matrix at another spec, and the relative error of that."""
     if had == wanted:
         return [_cast(path, value, dtype) for value in stored], 0.0
     if wanted is None:
         return [_cast(path, dequantize(stored, had), dtype)], 0.0
-    if rounding is not None:
-        weight = _cast(path, dequantize(stored, had), dtype)
-        rounded = rounding(path, weight, wanted)
-        if rounded is not None:
-            made = list(rounded)
-            squares = _squares(weight, dequantize(made, wanted))
-            return made, _relative(squares)
     rows, words = stored[0].shape
     step = max(_VALUES_AT_ONCE // (words if had is None else words * 32 // had.bits), 1)
     pieces, total = [], (0.0, 0.0)
@@ -191,12 +185,12 @@ def _convert(
         weight = _cast(path, dequantize([x[start : start + step] for x in stored], had), dtype)
         piece = mx.quantize(weight, wanted.group_size, wanted.bits, mode=wanted.mode)
         mx.eval(piece)
-        squares = _squares(weight, dequantize(list(piece), wanted))
+        squares = squares_of(weight, dequantize(list(piece), wanted))
         total = (total[0] + squares[0], total[1] + squares[1])
         pieces.append(piece)
     made = [mx.concatenate(list(parts)) for parts in zip(*pieces, strict=True)]
     mx.eval(made)
-    return made, _relative(total)
+    return made, relative(total)
 
 
 def dequantize(parts: Iterable[mx.array], spec: QuantSpec | None) -> mx.array:
@@ -208,13 +202,15 @@ def dequantize(parts: Iterable[mx.array], spec: QuantSpec | None) -> mx.array:
     return mx.dequantize(weight, scales, biases, spec.group_size, spec.bits, mode=spec.mode)
 
 
-def _squares(source: mx.array, rounded: mx.array) -> tuple[float, float]:
+def squares_of(source: mx.array, rounded: mx.array) -> tuple[float, float]:
+    """The sums of the squared differences and of the source's squares."""
     source = source.astype(mx.float32)
     difference = (rounded.astype(mx.float32) - source).square().sum()
     return _number(difference), _number(source.square().sum())
 
 
-def _relative(squares: tuple[float, float]) -> float:
+def relative(squares: tuple[float, float]) -> float:
+    """The error of ``Change`` from such sums."""
     return (squares[0] / squares[1]) ** 0.5 if squares[1] else 0.0
 
 

@@ -38,7 +38,7 @@ def write_shards(
     gives each tensor once, in that order. Files end where mlx-lm's do, or at ``largest`` bytes.
     Returns tensor name -> file name.
     """
-    shards = make_shards(outline) if largest is None else _split(outline, largest)
+    shards = make_shards(dict(outline)) if largest is None else _split(outline, largest)
     files: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""

@@ -105,7 +105,8 @@ def _mismatch(name: str, shape: tuple[int, ...], value: mx.array) -> list[str]:
     wrong = []
     if tuple(value.shape) != shape:
         found = tuple(value.shape)
-        wrong.append(f"{name} should have shape {shape}{_hint(name)}, found {found}")
+        turned = " (transposed)" if len(shape) == 2 and found == shape[::-1] else ""
+        wrong.append(f"{name} should have shape {shape}{_hint(name)}, found {found}{turned}")
     if value.dtype not in _FLOATS:
         names = ", ".join(map(_name, _FLOATS))
         wrong.append(f"{name} should be one of {names}, found {_name(value.dtype)}")

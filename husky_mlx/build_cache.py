@@ -75,20 +75,15 @@ DESCRIPTION = "What husky keeps in its cache folder: downloads, programs, verdic
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``husky cache``."""
     parser.add_argument("--clear", action="store_true", help="delete the builds of load(quant=...)")
-    parser.add_argument(
-        "--all", action="store_true", help="with --clear: everything else there too"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Print what is there with its size, or clear it."""
     root = cache_dir()
-    doomed = [root] if args.all else [root / "builds"]
     if args.clear:
-        freed = sum(map(_size, doomed))
-        for folder in doomed:
-            shutil.rmtree(folder, ignore_errors=True)
-        print(f"{root}: {megabytes(freed)} cleared")
+        freed = _size(root / "builds")
+        shutil.rmtree(root / "builds", ignore_errors=True)
+        print(f"{root / 'builds'}: {megabytes(freed)} cleared")
         return 0
     print(f"{root}: {megabytes(_size(root))}")
     entries = sorted(root.iterdir()) if root.is_dir() else []

@@ -15,6 +15,7 @@ from husky_mlx.checkpoint import Checkpoint
 from husky_mlx.config import LlamaConfig
 from husky_mlx.errors import ArtifactError
 from husky_mlx.layout import split
+from husky_mlx.memory import require_memory
 from husky_mlx.ops.gemv import TileKey
 from husky_mlx.pack import Layout, Ready
 from husky_mlx.packed import layouts_from_json, read_packed
@@ -60,7 +61,11 @@ def find_build(path: Path, quant: str | None = None) -> tuple[Path | None, list[
             notes.append(f"{error}; taking the model's own weights")
             continue
         assert facts is not None
-        if quant is not None and facts["quant"] != quant:
+        if facts["source"].get("sha256") not in (None, manifest["sha256"]):
+            notes.append(f"{file.parent}: not taken, it was compiled from other weights")
+            continue
+        # With an adapter it is another model, which has to be asked for.
+        if facts["adapter"] is not None or (quant is not None and facts["quant"] != quant):
             continue
         (fitting if fits_here(facts) else others).append(file.parent)
     if len(fitting) > 1:
@@ -84,15 +89,18 @@ def fits_here(facts: Mapping[str, Any]) -> bool:
 
 
 def read_build(folder: Path, model_config: Mapping[str, Any] | None = None) -> Build:
-    """Check every byte of a build, then open it; the buffers are read when they are used.
+    """Check every byte of a build, then read it.
 
     A build for another chip, or with tiles of another version, is read all the same: its tiles
-    are left out, and the notes say so. ArtifactError for one that is damaged.
+    are left out, and the notes say so. ArtifactError for one that is damaged, MemoryLimitError
+    for one that does not fit.
     """
     facts = artifact.verify(folder)
     assert facts is not None
     config = {**checkpoint.read_config(folder), **(model_config or {})}
     layouts = layouts_from_json(facts["layouts"])
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    require_memory(size, f"Loading {folder}", "A smaller model or fewer bits would fit.")
     weights, ready = read_packed(folder, layouts)
     _check_frequencies(folder, LlamaConfig.from_dict(config, str(folder)), layouts, ready)
     notes = []
@@ -109,7 +117,7 @@ def read_build(folder: Path, model_config: Mapping[str, Any] | None = None) -> B
             for key, tile in from_json(facts["tiles"]).items()
             if tile != policy(*key, here)
         }
-    return Build(config, weights, True, notes, ready, tiles)
+    return Build(config, weights, False, notes, ready, tiles)
 
 
 def _check_frequencies(

@@ -44,7 +44,12 @@ def read(path: Path, model_config: Mapping[str, Any] | None = None) -> Checkpoin
         config = gguf.read_config(path)
         weights = one_dtype(gguf.read_weights(path), activation_dtype)
     elif path.is_dir():
-        artifact.verify(path)
+        manifest = artifact.verify(path)
+        if manifest is not None and manifest["kind"] == artifact.BUILD:
+            raise CheckpointError(
+                f"{path}: a build of husky compile, whose weights are packed: load and the "
+                "commands that answer take it, others the .hky folder around it"
+            )
         config = read_config(path)
         weights = _read_safetensors(path, notes)
         foreign.to_mlx(config, weights, str(path))

@@ -92,8 +92,9 @@ def compile_model(
         name = conversion.source_name(str(source), path, None)
         if manifest is not None:
             name |= {"sha256": manifest["sha256"]}
-        facts = _facts(label, chip, quant, packing, stream, name)
-        write_manifest(staged, BUILD, facts)
+        adapter = None if choice.adapter is None else Path(choice.adapter).absolute().name
+        facts = {"source": name, "quant": quant, "adapter": adapter}
+        write_manifest(staged, BUILD, facts | _facts(label, chip, packing, stream))
     stored = [replace(change, nbytes=_bytes_of(change, outline)) for change in changes]
     return Compiled(folder, chip, stored, packing.nbytes)
 
@@ -113,13 +114,9 @@ def _bytes_of(change: Change, outline: Mapping[str, mx.array]) -> int:
     return sum(outline[name].nbytes for name in names if name in outline)
 
 
-def _facts(
-    label: str, chip: Chip, quant: str, packing: Packing, stream: Stream, source: dict[str, Any]
-) -> dict[str, Any]:
+def _facts(label: str, chip: Chip, packing: Packing, stream: Stream) -> dict[str, Any]:
     return {
-        "source": source,
         "target": {"label": label, **asdict(chip)},
-        "quant": quant,
         "layouts": layouts_as_json(packing.layouts),
         "tiles": tile_table(packing.layouts, stream.args.tie_word_embeddings, chip),
         "versions": {"husky_mlx": __version__, "mlx": version("mlx"), "mlx-lm": version("mlx-lm")},

@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
             )
     for name, folder in others.items():
         notice(name)
-        rows.append(evaluation.stored(name, FloatWeights(folder, xp)))
+        rows.append(evaluation.stored(name, folder))
         if not args.no_speed:
             rows[-1].decode_tps = _decode_speed(folder)
     print_table(rows)

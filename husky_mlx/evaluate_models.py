@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from husky_mlx import recipe
 from husky_mlx.calibrate_forward import FloatLlama
 from husky_mlx.calibrate_sensitivity import auto
 from husky_mlx.calibrate_weights import FloatWeights, PackedWeights
 from husky_mlx.divergence import Divergence, compare_states, final_states
+from husky_mlx.loading import load
 from husky_mlx.progress import count_bar
-from husky_mlx.recipe import Allocation, Tensor
+from husky_mlx.recipe import Allocation, QuantSpec, Tensor
 from husky_mlx.rounding_model import round_model
 
 
@@ -67,7 +71,8 @@ class Evaluation:
         names that there are not, and for "auto" without a budget.
         """
         if name == "keep":
-            return Row(name, "", *_stored_size(self.source), self._of_reference())
+            bits = recipe.bits_per_weight(self.source.tensors, self.source.specs)
+            return Row(name, "", self.source.nbytes, bits, self._of_reference())
         if name in recipe.FLOAT_RECIPES:
             dtype = getattr(mx, recipe.FLOAT_RECIPES[name])
             cast = {each: mx.array(value).astype(dtype) for each, value in self.source.items()}
@@ -100,12 +105,30 @@ class Evaluation:
             )
         return self._allocations[key]
 
-    def stored(self, name: str, weights: FloatWeights) -> Row:
-        """A row for a model on disk. ValueError where its shape is not the reference's."""
-        ours, theirs = ({t.path: t.shape for t in w.tensors} for w in (self.source, weights))
-        if ours != theirs:
+    def stored(self, name: str, path: Path) -> Row:
+        """A row for a model on disk, as ``load`` takes it. ValueError where its matrices are not
+        the reference's."""
+        model = load(str(path), lazy=True)[0]
+        parameters = dict(tree_flatten(model.parameters()))
+        specs: Allocation = {
+            module: QuantSpec(leaf.bits, leaf.group_size, leaf.mode)
+            for module, leaf in model.named_modules()
+            if isinstance(leaf, nn.QuantizedLinear | nn.QuantizedEmbedding)
+        }
+        shapes = {
+            matrix: (value.shape[0], value.shape[1] * 32 // specs[matrix].bits)
+            if matrix in specs
+            else tuple(value.shape)
+            for matrix, _, part in (each.rpartition(".") for each in parameters)
+            if part == "weight" and (value := parameters[f"{matrix}.weight"]).ndim == 2
+        }
+        tensors = self.source.tensors
+        if shapes != {tensor.path: tensor.shape for tensor in tensors}:
             raise ValueError(f"{name}: its matrices are not those of {self.source.path}")
-        return Row(name, "stored", *_stored_size(weights), self._domains(weights))
+        nbytes = sum(value.nbytes for value in parameters.values())
+        bits = recipe.bits_per_weight(tensors, dict.fromkeys(shapes) | specs)
+        weights = PackedWeights(parameters, specs, self.xp)
+        return Row(name, "stored", nbytes, bits, self._domains(weights))
 
     def _rounded(
         self, name: str, method: str, allocation: Allocation, calibration: np.ndarray | None
@@ -143,7 +166,3 @@ class Evaluation:
         bits = recipe.bits_per_weight(tensors, allocation)
         matrices = round(bits * sum(tensor.size for tensor in tensors) / 8)
         return matrices + 2 * self.source.vectors, bits
-
-
-def _stored_size(weights: FloatWeights) -> tuple[int, float]:
-    return weights.nbytes, recipe.bits_per_weight(weights.tensors, weights.specs)

@@ -15,7 +15,7 @@ from husky_mlx.errors import HuskyError
 from husky_mlx.evaluate_models import Row
 
 MEANING = (
-    "KL is the mean divergence of the next token's distribution from the unquantized model's, in "
+    "Bits are those of a weight, with scales. KL is the mean divergence of the next token's distribution from the unquantized model's, in "
     "nats; a model agrees where both rank the same token first. Both measure divergence, not how "
     "well a model does tasks: husky evaluate runs those (lm-evaluation-harness)."
 )
@@ -54,8 +54,8 @@ def print_table(rows: Sequence[Row]) -> None:
     """A table over all text, then one a measure with a column for each domain."""
     console = Console()
     timed = any(row.decode_tps is not None for row in rows)
-    headers = ["MB", "bits/weight", "perplexity", "KL", "agrees", "1 token in N differs"]
-    table = _table(headers + ["decode tok/s"] * timed)
+    headers = ["MB", "bits", "perplexity", "KL", "agrees", "differs"]
+    table = _table(headers + ["tok/s"] * timed)
     for row in rows:
         total = row.total
         cells = [
@@ -81,7 +81,7 @@ def print_table(rows: Sequence[Row]) -> None:
 
 def _table(headers: Sequence[str], title: str | None = None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    table.add_column("model")
+    table.add_column("model", no_wrap=True, overflow="fold")
     for header in headers:
         table.add_column(header, justify="right")
     return table
@@ -92,9 +92,9 @@ def _label(row: Row) -> str:
 
 
 def differs(found: Divergence) -> str:
-    """One token in how many the two models choose differently."""
+    """How often the two models rank another token first: "1 token in N"."""
     different = found.tokens - found.agreeing
-    return f"{found.tokens / different:.1f}" if different else f"none of {found.tokens}"
+    return f"1 token in {found.tokens / different:.1f}" if different else "none"
 
 
 def figure_class() -> Any:

@@ -65,7 +65,8 @@ def load(
     adapter is then fused in before it is quantized.
     ``verbose``: one line to stderr about what runs where.
 
-    ``lazy`` leaves the weights of a folder unread until their first use; a .gguf is read at once.
+    ``lazy`` leaves the weights of a folder unread until their first use; a .gguf file and a build
+    are read at once.
 
     Raises UnsupportedModel with the exact differences, CheckpointError for damaged files,
     SourceError for a model that cannot be had, MemoryLimitError for one that does not fit.

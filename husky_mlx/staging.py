@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from husky_mlx.artifact import MANIFEST
-from husky_mlx.errors import OutputError
+from husky_mlx.errors import HuskyError, OutputError
 from husky_mlx.memory import megabytes
 
 _PARTIAL = ".husky-partial-"
@@ -72,6 +72,8 @@ def whole_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         os.rename(staged, path)
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
+        if isinstance(error, HuskyError):
+            raise
         raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(staged, ignore_errors=True)

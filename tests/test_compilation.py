@@ -22,12 +22,28 @@ from fixtures import FIX_B, PROMPT, mlx_weights, quantize_weights, write_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
+from test_adapters import write_adapter
 
 import husky_mlx.pack
-from husky_mlx import builds, chips, cli, compilation, compilation_command, targets, tile_table
+from husky_mlx import (
+    builds,
+    chips,
+    cli,
+    compilation,
+    compilation_command,
+    memory,
+    targets,
+    tile_table,
+)
 from husky_mlx.compilation import compile_model
 from husky_mlx.conversion import Quantization, convert
-from husky_mlx.errors import ArtifactError, HuskyError, OutputError
+from husky_mlx.errors import (
+    ArtifactError,
+    CheckpointError,
+    HuskyError,
+    MemoryLimitError,
+    OutputError,
+)
 from husky_mlx.fused import fused_weights
 from husky_mlx.launches import launch_lines
 from husky_mlx.loading import load, read_tokenizer
@@ -341,6 +357,30 @@ class TestChoosing:
         with pytest.raises(ArtifactError, match="its rotary frequencies are not those"):
             load(str(build))
 
+    def test_a_build_of_other_weights_or_with_an_adapter_is_not_taken(self, hky, copy, tmp_path):
+        other = converted(tmp_path / "other", {**FIX_B, "rms_norm_eps": 1e-6})
+        shutil.copytree(compiled(other, "cpu", "8bit"), copy / "builds" / "cpu-8bit")
+        with pytest.warns(UserWarning, match="not taken, it was compiled from other weights"):
+            assert type(load(str(copy))[0].lm_head) is nn.Linear
+        shutil.rmtree(copy / "builds")
+        adapter = write_adapter(tmp_path / "lora", model=mlx_lm.load(str(copy))[0])
+        compiled(copy, "cpu", "8bit", adapter=str(adapter))
+        assert type(quietly(copy)[0].lm_head) is nn.Linear
+        assert quietly(copy / "builds" / "cpu-8bit+lora")[0].lm_head.bits == 8
+
+    def test_what_reads_checkpoints_says_what_a_build_is(self, copy):
+        build = compiled(copy, "cpu", "8bit")
+        with pytest.raises(CheckpointError, match="a build of husky compile, whose weights are"):
+            convert(build, copy.parent / "out", notify=pytest.fail)
+
+    def test_one_that_does_not_fit_in_memory_is_not_read(self, copy, monkeypatch):
+        build = compiled(copy, "cpu", "8bit")
+        monkeypatch.setattr(memory, "memory_limit", lambda: mx.get_active_memory() + 50_000)
+        before = mx.get_active_memory()
+        with pytest.raises(MemoryLimitError, match=f"Loading {re.escape(str(build))} needs"):
+            load(str(build))
+        assert mx.get_active_memory() == before
+
     def test_mlx_lms_class_runs_a_build_too(self, copy):
         build = compiled(copy, "cpu", "8bit")
         model, _ = load(str(build), backend="mlx")
@@ -540,5 +580,3 @@ class TestCache:
         assert "other.bin: 1,000 bytes" in out and "builds/m-8bit-" in out
         assert cli.main(["cache", "--clear"]) == 0
         assert [file.name for file in cache.iterdir()] == ["other.bin"]
-        assert cli.main(["cache", "--clear", "--all"]) == 0
-        assert not cache.exists()

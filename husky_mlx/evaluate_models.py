@@ -110,7 +110,7 @@ class Evaluation:
         the reference's."""
         model = load(str(path), lazy=True)[0]
         parameters = dict(tree_flatten(model.parameters()))
-        specs: Allocation = {
+        specs = {
             module: QuantSpec(leaf.bits, leaf.group_size, leaf.mode)
             for module, leaf in model.named_modules()
             if isinstance(leaf, nn.QuantizedLinear | nn.QuantizedEmbedding)
@@ -126,7 +126,7 @@ class Evaluation:
         if shapes != {tensor.path: tensor.shape for tensor in tensors}:
             raise ValueError(f"{name}: its matrices are not those of {self.source.path}")
         nbytes = sum(value.nbytes for value in parameters.values())
-        bits = recipe.bits_per_weight(tensors, dict.fromkeys(shapes) | specs)
+        bits = recipe.bits_per_weight(tensors, {**dict.fromkeys(shapes), **specs})
         weights = PackedWeights(parameters, specs, self.xp)
         return Row(name, "stored", nbytes, bits, self._domains(weights))
 

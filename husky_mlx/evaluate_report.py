@@ -15,9 +15,10 @@ from husky_mlx.errors import HuskyError
 from husky_mlx.evaluate_models import Row
 
 MEANING = (
-    "Bits are those of a weight, with scales. KL is the mean divergence of the next token's distribution from the unquantized model's, in "
-    "nats; a model agrees where both rank the same token first. Both measure divergence, not how "
-    "well a model does tasks: husky evaluate runs those (lm-evaluation-harness)."
+    "bits: of a weight, with its share of scales. KL: the mean divergence of the next token's "
+    "distribution from the unquantized model's, in nats. agrees: how often both rank the same "
+    "token first. All this measures divergence, not how well a model does tasks: husky evaluate "
+    "runs those (lm-evaluation-harness)."
 )
 
 _BY_DOMAIN: dict[str, Callable[[Divergence], str]] = {

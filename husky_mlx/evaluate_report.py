@@ -82,9 +82,9 @@ def print_table(rows: Sequence[Row]) -> None:
 
 def _table(headers: Sequence[str], title: str | None = None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    table.add_column("model", no_wrap=True, overflow="fold")
+    table.add_column("model", overflow="fold")
     for header in headers:
-        table.add_column(header, justify="right")
+        table.add_column(header, justify="right", no_wrap=True)
     return table
 
 

@@ -11,20 +11,24 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import save_config
 
-from husky_mlx import __version__, conversion, sources
-from husky_mlx.artifact import BUILD, read_manifest, write_manifest
-from husky_mlx.builds import BUILDS
+from husky_mlx import __version__, conversion, device, sources
+from husky_mlx.artifact import BUILD, MANIFEST, read_manifest, write_manifest
+from husky_mlx.builds import BUILDS, read_build
 from husky_mlx.chips import Chip
 from husky_mlx.loading import build_model
+from husky_mlx.model import Model
 from husky_mlx.notices import notice
+from husky_mlx.ops.gemv import TileKey
 from husky_mlx.packed import Packing, layouts_as_json, plan_packing, write_packed
 from husky_mlx.progress import bytes_bar
 from husky_mlx.quantization import Choice, open_source, quantize
 from husky_mlx.requantize import Change
 from husky_mlx.staging import check_output, require_disk, whole_folder
 from husky_mlx.stream import Stream
-from husky_mlx.targets import parse_target
+from husky_mlx.targets import parse_target, this_machine
 from husky_mlx.tile_table import tile_table
+from husky_mlx.tiles import GemvTile
+from husky_mlx.tuning import tune as tune_tiles
 
 _HALF = (mx.float16, mx.bfloat16)
 
@@ -47,6 +51,7 @@ def compile_model(
     *,
     memory: int | None = None,
     overwrite: bool = False,
+    tune: bool = False,
     announce: Callable[[int], None] = lambda size: None,
     notify: Callable[[str], None] = notice,
 ) -> Compiled:
@@ -55,9 +60,10 @@ def compile_model(
 
     ``target``: as ``targets.parse_target`` takes it, with the machine's ``memory`` in GB. One
     matrix and the buffer of its group are in memory at a time, and all of the model if there is
-    calibration. The folder appears whole or not at all. ``announce`` gets the bytes before they are
-    written. Raises OutputError where it cannot be
-    written, ValueError for names, and what ``load`` does for the source.
+    calibration. ``tune`` times tiles on the GPU here, which must be the target; what it finds
+    differs from run to run. The folder appears whole or not at all. ``announce`` gets the bytes
+    before they are written. Raises OutputError where it cannot be written, ValueError for names,
+    and what ``load`` does for the source.
     """
     choice = choice or Choice()
     choice.check()
@@ -70,6 +76,8 @@ def compile_model(
         if manifest is None:
             raise ValueError(f"{path} is no .hky folder: give --output, or run husky convert first")
         output = path / BUILDS / f"{label}-{quant}"
+    if tune and (chip != this_machine() or chip.target == "cpu"):
+        raise ValueError(f"--tune times kernels on this machine's GPU, which is not {label}")
     folder = Path(output).expanduser()
     check_output(folder, overwrite)
     changes: list[Change] = []
@@ -93,8 +101,14 @@ def compile_model(
         if manifest is not None:
             name |= {"sha256": manifest["sha256"]}
         adapter = None if choice.adapter is None else Path(choice.adapter).absolute().name
-        facts = {"source": name, "quant": quant, "adapter": adapter}
-        write_manifest(staged, BUILD, facts | _facts(label, chip, packing, stream))
+        facts: dict[str, Any] = {"source": name, "quant": quant, "adapter": adapter}
+        facts |= _facts(label, chip, packing, stream)
+        write_manifest(staged, BUILD, facts)
+        if tune:
+            layouts, tied = packing.layouts, stream.args.tie_word_embeddings
+            facts["tiles"] = tile_table(layouts, tied, chip, _tuned(staged, chip))
+            (staged / MANIFEST).unlink()
+            write_manifest(staged, BUILD, facts)
     stored = [replace(change, nbytes=_bytes_of(change, outline)) for change in changes]
     return Compiled(folder, chip, stored, packing.nbytes)
 
@@ -112,6 +126,14 @@ def _widened(stream: Stream, chip: Chip) -> dict[str, mx.Dtype]:
 def _bytes_of(change: Change, outline: Mapping[str, mx.array]) -> int:
     names = [f"{change.tensor.path}.{part}" for part in ("weight", "scales", "biases")]
     return sum(outline[name].nbytes for name in names if name in outline)
+
+
+def _tuned(folder: Path, chip: Chip) -> dict[TileKey, GemvTile]:
+    built = read_build(folder)
+    model = build_model(built.config, built.weights, lazy=True, source=str(folder))
+    assert isinstance(model, Model)
+    model.prepare(built.ready)
+    return tune_tiles(model, chip, device.target())
 
 
 def _facts(label: str, chip: Chip, packing: Packing, stream: Stream) -> dict[str, Any]:

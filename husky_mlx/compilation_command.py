@@ -63,6 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--adapter", metavar="FOLDER", help="a LoRA or DoRA adapter to fuse in before quantizing"
     )
     parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="time launch choices on this machine's GPU, and store them",
+    )
+    parser.add_argument(
         "--output", metavar="FOLDER", help="(default: MODEL/builds/<target>-<recipe>)"
     )
     parser.add_argument(
@@ -79,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
         args.output,
         memory=None if args.memory is None else parse_memory(args.memory),
         overwrite=args.overwrite,
+        tune=args.tune,
     )
     Console().print(_table(made.changes))
     print("\n".join(_lines(made)))

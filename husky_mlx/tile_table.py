@@ -39,13 +39,19 @@ def products(layouts: Mapping[str, Layout], tied: bool) -> list[TileKey]:
     return list(found)
 
 
-def tile_table(layouts: Mapping[str, Layout], tied: bool, chip: Chip) -> list[dict[str, Any]]:
-    """The policy's tiles for a chip, JSON-able; none for the CPU, which has a program instead."""
+def tile_table(
+    layouts: Mapping[str, Layout],
+    tied: bool,
+    chip: Chip,
+    tuned: Mapping[TileKey, GemvTile] | None = None,
+) -> list[dict[str, Any]]:
+    """The policy's tiles for a chip, or ``tuned`` ones, JSON-able; none for the CPU, which has a
+    program instead."""
     if chip.target not in ("metal", "cuda"):
         return []
     table = []
     for op, shape, bits in products(layouts, tied):
-        tile = policy(op, shape, bits, chip)
+        tile = (tuned or {}).get((op, shape, bits)) or policy(op, shape, bits, chip)
         table.append({"op": op, "bits": bits, "shape": asdict(shape), "tile": asdict(tile)})
     return table
 

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
+from math import prod
 from pathlib import Path
 
 import mlx.core as mx
@@ -24,24 +25,27 @@ from husky_mlx.quantization import Choice
 from husky_mlx.safetensors_writer import write_shards
 from husky_mlx.shapes import SHAPES, parameter_shapes, shape_config
 
+_BLOCK = (1 << 20) + 7  # values; no row's length divides it
+
 
 def write_checkpoint(folder: Path, shape: str) -> None:
-    """Random bfloat16 weights, one tensor in memory at a time."""
+    """Bfloat16 weights, one tensor in memory at a time: some random numbers over and over, since to
+    draw 8 billion takes longer than to compile them."""
     folder.mkdir(parents=True)
     config = shape_config(shape)
     outline = {name: mx.zeros(size, mx.bfloat16) for name, size in parameter_shapes(config).items()}
 
+    block = mx.random.normal((_BLOCK,), mx.bfloat16)
+
     def take(name: str) -> mx.array:
         size = outline[name].shape
-        scale = size[-1] ** -0.5
-        return mx.ones(size, mx.bfloat16) if len(size) == 1 else _random(size, scale)
+        if len(size) == 1:
+            return mx.ones(size, mx.bfloat16)
+        values = mx.tile(block, -(-prod(size) // _BLOCK))[: prod(size)]
+        return (size[-1] ** -0.5 * values).astype(mx.bfloat16).reshape(size)
 
     write_shards(folder, outline, take)
     (folder / "config.json").write_text(json.dumps(config))
-
-
-def _random(size: tuple[int, ...], scale: float) -> mx.array:
-    return (scale * mx.random.normal(size, mx.bfloat16)).astype(mx.bfloat16)
 
 
 def main() -> None:

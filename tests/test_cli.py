@@ -258,11 +258,13 @@ class TestExitCodes:
         process.stderr.close()
         assert process.wait() == 1
 
-    def test_compile_is_honest(self, capsys):
+    def test_compile_names_itself(self, monkeypatch, capsys):
+        monkeypatch.setattr(sys, "argv", ["husky-compile", "/no/such/folder"])
         assert cli.main_compile() == 1
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert "packs the weights each time a model is loaded" in captured.err
+        assert (
+            capsys.readouterr().err
+            == "husky-compile: error: /no/such/folder: no such file or folder\n"
+        )
 
 
 class TestHelp:

@@ -46,7 +46,8 @@ from husky_mlx.errors import (
 )
 from husky_mlx.fused import fused_weights
 from husky_mlx.launches import launch_lines
-from husky_mlx.loading import load, read_tokenizer
+from husky_mlx.loading import build_model, load, read_tokenizer
+from husky_mlx.ops import gemv
 from husky_mlx.ops.gemv import Platform, gemv_tile
 from husky_mlx.policy import policy
 from husky_mlx.quantization import Choice
@@ -524,6 +525,43 @@ class TestTiles:
             key[0], key[1].m, Matrix, Platform(m1, "metal", {key: other}), key[1].norm
         )
         assert found == other != gemv_tile(key[0], key[1].m, Matrix, Platform(m1, "metal"), True)
+
+    def test_tuning_takes_what_is_faster_right_and_fits(self, copy, monkeypatch):
+        """On the emulator, with figures of its own: fewer simdgroups and more unrolling win."""
+        from husky_mlx import tuning
+
+        m1 = chips.parse("m1")[0]
+        wide = {**FIX_B, "head_dim": 16}
+        model = build_model(wide, quantize_weights(mlx_weights(wide), 4, 32))
+        used: list = []
+        launched = gemv.launch_gemv
+
+        def launch(op, matrix, tile, *rest, **options):
+            used.append(tile)
+            return launched(op, matrix, tile, *rest, **options)
+
+        for module in list(sys.modules.values()):
+            if getattr(module, "launch_gemv", None) is launched:
+                monkeypatch.setattr(module, "launch_gemv", launch)
+
+        def measure(case):
+            case.ours.step(0, *case.ours.state)
+            return used[-1].simdgroups * 10 - used[-1].unroll
+
+        monkeypatch.setattr(tuning, "OPS", ("o_proj_add",))
+        found = tuning.tune(model, m1, "emulator", measure)
+        ((op, shape, bits), tile), *_ = found.items()
+        assert (op, shape.n, shape.k, bits) == ("o_proj_add", 64, 64, 4)
+        assert tile.simdgroups == 2 and tile != policy(op, shape, bits, m1)
+        table = tile_table.tile_table({}, False, m1, found)
+        assert table == []
+        none = tuning.tune(model, m1, "emulator", lambda case: 1.0)
+        assert none == {}
+
+    def test_tuning_needs_the_targets_gpu(self, copy):
+        for target in ("cpu", "m3pro"):
+            with pytest.raises(ValueError, match="--tune times kernels on this machine's GPU"):
+                compile_model(copy, target, tune=True, notify=lambda text: None)
 
 
 class TestCache:

@@ -64,5 +64,4 @@ def _inverse_factor(hessian: np.ndarray) -> np.ndarray:
     # An input that never came has no say: its weights are rounded alone.
     mean = diagonal.mean() or 1.0
     damped[np.diag_indices_from(damped)] += DAMPING * mean
-    inverse = np.linalg.inv(damped)
-    return np.linalg.cholesky((inverse + inverse.T) / 2).T.astype(np.float32)
+    return np.linalg.cholesky(np.linalg.inv(damped)).T.astype(np.float32)

@@ -69,6 +69,7 @@ class DropIn:
         """Change both doors. Raises RuntimeError if a DropIn is installed already."""
         if MODULE in sys.modules:
             raise RuntimeError("mlx-lm already runs on husky_mlx in this process")
+        violations()  # asked once a process, and of mlx-lm as it is without us
         utils = mlx_lm.utils
         self._replaced = [
             (utils.load, functools.partial(self._load, utils.load)),

@@ -22,7 +22,7 @@ from husky_mlx.ops.gemv import TileKey
 from husky_mlx.packed import Packing, layouts_as_json, plan_packing, write_packed
 from husky_mlx.progress import bytes_bar
 from husky_mlx.quantization import Choice, open_source, quantize
-from husky_mlx.requantize import Change
+from husky_mlx.requantize import Change, losses
 from husky_mlx.staging import check_output, require_disk, whole_folder
 from husky_mlx.stream import Stream
 from husky_mlx.targets import parse_target, this_machine
@@ -109,6 +109,8 @@ def compile_model(
             facts["tiles"] = tile_table(layouts, tied, chip, _tuned(staged, chip))
             (staged / MANIFEST).unlink()
             write_manifest(staged, BUILD, facts)
+    if (lost := losses(changes)) is not None:
+        notify(lost)
     stored = [replace(change, nbytes=_bytes_of(change, outline)) for change in changes]
     return Compiled(folder, chip, stored, packing.nbytes)
 

@@ -12,7 +12,6 @@ from rich.table import Table
 
 from husky_mlx.chips import parse_memory
 from husky_mlx.compilation import Compiled, compile_model
-from husky_mlx.notices import notice
 from husky_mlx.quantization import Choice
 from husky_mlx.recipe import FLOAT_BITS, RECIPES, fitting
 from husky_mlx.requantize import Change
@@ -88,19 +87,7 @@ def run(args: argparse.Namespace) -> int:
     )
     Console().print(_table(made.changes))
     print("\n".join(_lines(made)))
-    warn_of_losses(made.changes)
     return 0
-
-
-def warn_of_losses(changes: Sequence[Change]) -> None:
-    """Say what rounding a model that was quantized already has cost."""
-    lowered = [change for change in changes if change.error and change.tensor.spec is not None]
-    if lowered:
-        worst = max(lowered, key=lambda change: change.error or 0.0)
-        notice(
-            f"{len(lowered)} matrices were quantized already and have been again: their values are "
-            f"off by up to {worst.error:.2%} (root mean square, {worst.tensor.path})"
-        )
 
 
 def _table(changes: Sequence[Change]) -> Table:

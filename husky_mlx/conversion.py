@@ -21,7 +21,7 @@ from husky_mlx.errors import UnsupportedModel
 from husky_mlx.notices import notice
 from husky_mlx.progress import bytes_bar
 from husky_mlx.recipe import QuantSpec, Tensor, fitting
-from husky_mlx.requantize import Change, requantize, tensors_of
+from husky_mlx.requantize import Change, losses, requantize, tensors_of
 from husky_mlx.safetensors_writer import write_shards
 from husky_mlx.staging import check_output, require_disk, whole_folder
 from husky_mlx.stream import Stream, open_stream
@@ -141,7 +141,8 @@ def convert(
         write_model(stream, folder, f"{target.name} ({len(tensors)} matrices)")
         write_tokenizer(path, folder)
         write_manifest(folder, MODEL, {"source": source_name(str(source), path, revision)})
-    _say_lowered(changes, notify)
+    if (lost := losses(changes)) is not None:
+        notify(lost)
     return target
 
 
@@ -211,17 +212,6 @@ def _say_groups(
         more = f" and {len(paths) - 1} more" if paths[1:] else ""
         notify(
             f"{paths[0]}{more} stored {words}: groups of {asked.group_size} do not divide the rows"
-        )
-
-
-def _say_lowered(changes: list[Change], notify: Callable[[str], None]) -> None:
-    """Warn of what a source that was quantized already has lost."""
-    lowered = [change for change in changes if change.error and change.tensor.spec is not None]
-    if lowered:
-        worst = max(lowered, key=lambda change: change.error or 0.0)
-        notify(
-            f"{len(lowered)} matrices were quantized already and have been again: their values are "
-            f"off by up to {worst.error:.2%} (root mean square, {worst.tensor.path})"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,18 @@ class Change:
     spec: QuantSpec | None
     nbytes: int
     error: float | None
+
+
+def losses(changes: Sequence[Change]) -> str | None:
+    """What to tell a user whose model was quantized already and has been again."""
+    lowered = [change for change in changes if change.error and change.tensor.spec is not None]
+    if not lowered:
+        return None
+    worst = max(lowered, key=lambda change: change.error or 0.0)
+    return (
+        f"{len(lowered)} matrices were quantized already and have been again: their values are off "
+        f"by up to {worst.error:.2%} (root mean square, {worst.tensor.path})"
+    )
 
 
 def tensors_of(stream: Stream) -> list[Tensor]:

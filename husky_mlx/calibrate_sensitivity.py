@@ -1,63 +1,40 @@
 """The recipe ``auto``: what each matrix's bits are worth, and the best way to spend a budget.
 
-A group of projections with one input is rounded alone at one candidate, and the divergence of the
-model's output is measured. What the other candidates cost follows from that and from how much
-larger or smaller the weighted error of rounding to nearest is with them.
+A group of projections with one input is rounded alone at the candidates next to the budget, and the
+divergence of the model's output is measured. What the other candidates cost follows from these and
+from how much larger or smaller the weighted error of rounding to nearest is with them. The sum of
+such costs is only an estimate, so the best allocation has to prove itself against the best recipe
+of one number of bits.
 mlx_lm.quant.dynamic_quant estimates from gradients instead, between two bit widths, over MLX's
 float32 products.
 """
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from husky_mlx.calibrate import Statistics, head_statistics, layer_statistics, weighted_error
 from husky_mlx.calibrate_forward import EMBEDDING, FloatLlama
-from husky_mlx.divergence import compare_states
+from husky_mlx.calibrate_probe import Probe, Trial
 from husky_mlx.progress import count_bar
-from husky_mlx.recipe import Allocation, QuantSpec, Tensor, allocate, candidates
+from husky_mlx.recipe import (
+    FIXED_RECIPES,
+    Allocation,
+    QuantSpec,
+    Tensor,
+    allocate,
+    bits_per_weight,
+    candidates,
+    resolve,
+)
 from husky_mlx.rounding import dequantize, nearest
 from husky_mlx.rounding_gptq import gptq
 
-# Of the calibration text, what the divergence is measured on: it goes through the model once for
-# each group of matrices.
-PROBE_SEQUENCES, PROBE_LENGTH = 4, 128
 Sensitivity = dict[str, dict[QuantSpec | None, float]]
-
-
-class Probe:
-    """The divergence of a model with some matrices changed, on a few sequences of text."""
-
-    def __init__(self, llama: FloatLlama, tokens: np.ndarray):
-        step = max(len(tokens) // PROBE_SEQUENCES, 1)
-        self.tokens = tokens[::step][:PROBE_SEQUENCES, :PROBE_LENGTH]
-        self.llama = llama
-        self.inputs = [llama.embed(self.tokens)]  # of each layer, then of the final norm
-        for index in range(llama.config.num_hidden_layers):
-            self.inputs.append(llama.layer(index, self.inputs[-1]))
-        self.logits = llama.logits(self._states(llama, self.inputs[-1]))
-
-    def divergence(self, changed: Mapping[str, Any], first: int | None) -> float:
-        """KL in nats a token; ``changed``: name -> matrix, none of them read before the layer
-        ``first``, or None for the embedding."""
-        arrays = {name: self.llama.xp.array(value) for name, value in changed.items()}
-        weights = ChainMap(arrays, self.llama.weights)  # type: ignore[arg-type]
-        other = FloatLlama(self.llama.config, weights, self.llama.xp)
-        x = other.embed(self.tokens) if first is None else self.inputs[first]
-        for index in range(first or 0, self.llama.config.num_hidden_layers):
-            x = other.layer(index, x)
-        states = self._states(other, x)
-        return compare_states(lambda rows: self.logits[rows], other, states, self.tokens).kl
-
-    @staticmethod
-    def _states(llama: FloatLlama, x: Any) -> Any:
-        return llama.final_norm(x)[:, :-1].reshape(-1, x.shape[-1])
 
 
 def auto(
@@ -88,9 +65,40 @@ def auto(
         replace(group[0], shape=(sum(tensor.shape[0] for tensor in group), group[0].shape[1]))
         for group in groups.values()
     ]
-    chosen = allocate(units, costs, budget_bpw)
-    spec_of = {tensor.path: chosen[path] for path, group in groups.items() for tensor in group}
-    return {tensor.path: spec_of[tensor.path] for tensor in tensors}
+    spent = allocate(units, costs, budget_bpw)
+    fixed = _best_fixed(units, costs, budget_bpw, group_size)
+
+    def whole(chosen: Allocation) -> Allocation:
+        spec_of = {tensor.path: chosen[path] for path, group in groups.items() for tensor in group}
+        return {tensor.path: spec_of[tensor.path] for tensor in tensors}
+
+    if fixed is None or fixed == spent:
+        return whole(spent)
+    trial = Trial(llama, tensors, method, tokens, dtype)
+    return min((whole(spent), whole(fixed)), key=trial.divergence)
+
+
+def _best_fixed(
+    units: Sequence[Tensor],
+    costs: Sensitivity,
+    budget_bpw: float,
+    group_size: int | None,
+) -> Allocation | None:
+    """The recipe of least cost among those within the budget that name a number of bits."""
+    within = []
+    for name in FIXED_RECIPES:
+        try:
+            allocation = resolve(name, units, group_size=group_size)
+        except ValueError:  # it would raise the bits of a quantized source
+            continue
+        known = all(spec in costs[path] for path, spec in allocation.items())
+        if known and bits_per_weight(units, allocation) <= budget_bpw:
+            within.append(allocation)
+    return min(
+        within,
+        key=lambda each: sum(costs[path][spec] for path, spec in each.items()),
+        default=None,
+    )
 
 
 def measure(
@@ -112,14 +120,16 @@ def measure(
         rounded = [spec for spec, error in errors.items() if spec is not None and error]
         if not rounded:
             return group, errors
-        tried = max(
-            (spec for spec in rounded if spec.bits_per_weight <= budget_bpw),
-            key=lambda spec: spec.bits_per_weight,
-            default=min(rounded, key=lambda spec: spec.bits_per_weight),
-        )
-        changed = _rounded(llama, group, found, tried, method, dtype)
-        price = probe.divergence(changed, first) / errors[tried]
-        return group, {spec: price * error for spec, error in errors.items()}
+        rounded.sort(key=lambda spec: spec.bits_per_weight)
+        over = sum(spec.bits_per_weight <= budget_bpw for spec in rounded)
+        tried = rounded[max(over - 1, 0) : over + 1]
+        prices = {}
+        for spec in tried:
+            changed = _rounded(llama, group, found, spec, method, dtype)
+            prices[spec] = probe.divergence(changed, first) / errors[spec]
+        for number, spec in enumerate(rounded):
+            errors[spec] *= prices[tried[0] if number < over else tried[-1]]
+        return group, errors
 
     if llama.head != EMBEDDING:
         yield costs_of([by_path[EMBEDDING]], {}, None)

@@ -16,7 +16,7 @@ FLOAT_BITS = 16
 FLOAT_RECIPES = {"fp16": "float16", "bf16": "bfloat16"}
 MLX_LM_RECIPES = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
 # Name -> bits of the layers, bits of the embedding and the head.
-_FIXED = {
+FIXED_RECIPES = {
     "8bit": (8, 8),
     "4bit": (4, 8),
     **{f"{bits}bit-uniform": (bits, bits) for bits in AFFINE_BITS if bits < 8},
@@ -27,7 +27,7 @@ RECIPES: Mapping[str, str] = {
     "bf16": "no quantization, bfloat16",
     "8bit": "8 bit everywhere",
     "4bit": "embedding and head 8 bit, attention and MLP 4 bit",
-    **{name: f"{bits} bit everywhere" for name, (bits, _) in list(_FIXED.items())[2:]},
+    **{name: f"{bits} bit everywhere" for name, (bits, _) in list(FIXED_RECIPES.items())[2:]},
     "mixed_2_6": "mlx-lm's: 2 bit, 6 bit where llama.cpp spends more",
     "mixed_3_4": "mlx-lm's: 3 bit, 4 bit where llama.cpp spends more",
     "mixed_3_6": "mlx-lm's: 3 bit, 6 bit where llama.cpp spends more",
@@ -123,7 +123,7 @@ def resolve(recipe: str, tensors: Sequence[Tensor], *, group_size: int | None = 
     elif recipe in MLX_LM_RECIPES:
         allocation = _mlx_lm(recipe, tensors, group)
     else:
-        inner, outer = _FIXED[recipe]
+        inner, outer = FIXED_RECIPES[recipe]
         allocation = {
             tensor.path: fitting(
                 inner if tensor.layer is not None else outer, tensor.shape[1], group

@@ -14,7 +14,8 @@ from mlx_lm.utils import load_tokenizer
 from husky_mlx import calibrate_forward, calibrate_text
 from husky_mlx.calibrate import InputStatistics, head_statistics, layer_statistics, weighted_error
 from husky_mlx.calibrate_forward import FloatLlama
-from husky_mlx.calibrate_sensitivity import Probe, auto, measure
+from husky_mlx.calibrate_probe import Probe, Trial
+from husky_mlx.calibrate_sensitivity import auto, measure
 from husky_mlx.calibrate_weights import FloatWeights
 from husky_mlx.config import LlamaConfig
 from husky_mlx.recipe import QuantSpec, Tensor, bits_per_weight
@@ -183,18 +184,19 @@ def rounded(matrix: np.ndarray, spec: QuantSpec) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_price_of_the_tried_candidate_is_its_divergence(tied):
+def test_costs_next_to_the_budget_are_divergences(tied):
     config = {**FIX_A, "tie_word_embeddings": tied}
     weights = numpy_weights(config)
-    llama, tried = llama_of(config), QuantSpec(4, 32)
+    llama = llama_of(config)
     measured = list(measure(llama, tensors_of(config), 5.0, "rtn", TOKENS, mx.float32, 32))
     paths = [tensor.path for group, _ in measured for tensor in group]
     assert sorted(paths) == sorted(tensor.path for tensor in tensors_of(config))
     for group, costs in measured:
         names = [f"{tensor.path}.weight" for tensor in group]
-        changed = {name: rounded(weights[name], tried) for name in names}
-        expected = divergence64(config, weights, changed)
-        assert costs[tried] == pytest.approx(expected, rel=2e-2, abs=1e-12), names
+        for tried in (QuantSpec(4, 32), QuantSpec(5, 32)):  # next to the budget
+            changed = {name: rounded(weights[name], tried) for name in names}
+            expected = divergence64(config, weights, changed)
+            assert costs[tried] == pytest.approx(expected, rel=3e-2, abs=1e-12), (names, tried)
         by_bits = [cost for _, cost in sorted(costs.items(), key=lambda each: each[0].bits)]
         assert by_bits == sorted(by_bits, reverse=True), "more bits never cost more here"
 
@@ -229,6 +231,31 @@ def test_auto_diverges_less_than_the_uniform_recipe_of_its_size():
     ]
     assert divergences[0] < 0.9 * divergences[1]
     assert allocation["model.layers.1.mlp.up_proj"].bits < 4
+
+
+def test_trial_equals_float64():
+    weights, spec = numpy_weights(FIX_A), QuantSpec(3, 64)
+    tensors = tensors_of()
+    trial = Trial(llama_of(), tensors, "rtn", TOKENS, mx.float32)
+    allocation = dict.fromkeys((tensor.path for tensor in tensors), spec)
+    changed = {f"{path}.weight": rounded(weights[f"{path}.weight"], spec) for path in allocation}
+    expected = divergence64(FIX_A, weights, changed)
+    assert trial.divergence(allocation) == pytest.approx(expected, rel=1e-3)
+    # What has the source's spec is not touched.
+    trial = Trial(llama_of(), tensors_of(spec=spec), "rtn", TOKENS, mx.float32)
+    assert trial.divergence(allocation) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("fixed_is_better", [True, False])
+def test_auto_gives_way_to_a_fixed_recipe_that_diverges_less(monkeypatch, fixed_is_better):
+    uniform = dict.fromkeys((tensor.path for tensor in tensors_of()), QuantSpec(4, 64))
+
+    def divergence(self, allocation):
+        return float((allocation == uniform) != fixed_is_better)
+
+    monkeypatch.setattr(Trial, "divergence", divergence)
+    found = auto(llama_of(), tensors_of(), 4.5, "rtn", TOKENS, mx.float16)
+    assert (found == uniform) == fixed_is_better
 
 
 def test_auto_of_a_quantized_source_keeps_or_lowers():

@@ -131,7 +131,15 @@ _RESPONSE_FIELDS = (
     "peak_memory",
     "finish_reason",
 )
-_OUR_KEYWORDS = ("backend", "max_context", "max_kv_size", "fallback", "quant", "verbose")
+_OUR_KEYWORDS = (
+    "backend",
+    "max_context",
+    "max_kv_size",
+    "fallback",
+    "quant",
+    "verbose",
+    "warm",
+)
 
 
 @functools.cache

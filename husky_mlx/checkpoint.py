@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
-from husky_mlx import gguf
+from husky_mlx import artifact, foreign, gguf
 from husky_mlx.device import activation_dtype
 from husky_mlx.errors import CheckpointError
 
@@ -35,22 +35,35 @@ def read(path: Path, model_config: Mapping[str, Any] | None = None) -> Checkpoin
     """Open a folder, whose weights are read when they are first used, or read a .gguf file.
 
     ``model_config`` overrides fields of the config. Raises CheckpointError for files that are
-    missing, truncated or not what they are named, UnsupportedModel for other GGUF kinds, and
+    missing, truncated or not what they are named, or not as husky wrote them (every byte is
+    compared with ``husky.json``), UnsupportedModel for other kinds of GGUF and of quantization, and
     MemoryLimitError for a .gguf file that does not fit.
     """
     notes: list[str] = []
     if path.is_file():
         config = gguf.read_config(path)
-        weights = _one_dtype(gguf.read_weights(path))
+        weights = one_dtype(gguf.read_weights(path), activation_dtype)
     elif path.is_dir():
+        manifest = artifact.verify(path)
+        if manifest is not None and manifest["kind"] == artifact.BUILD:
+            raise CheckpointError(
+                f"{path}: a build of husky compile, whose weights are packed: load and the "
+                "commands that answer take it, others the .hky folder around it"
+            )
         config = read_config(path)
         weights = _read_safetensors(path, notes)
+        foreign.to_mlx(config, weights, str(path))
     else:
         raise CheckpointError(f"{path}: no such file or folder")
     config.update(model_config or {})
-    if config.get("tie_word_embeddings") is None:
-        config["tie_word_embeddings"] = "lm_head.weight" not in weights
+    say_tied(config, weights)
     return Checkpoint(config, weights, path.is_dir(), notes)
+
+
+def say_tied(config: dict[str, Any], weights: Mapping[str, mx.array]) -> None:
+    """Write into the config whether the embeddings are tied, where it does not say so."""
+    if config.get("tie_word_embeddings") is None:
+        config["tie_word_embeddings"] = not any(name.startswith("lm_head.") for name in weights)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -129,11 +142,14 @@ def _check_file(file: Path) -> None:
         ) from error
 
 
-def _one_dtype(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Norms in the activation dtype: GGUF keeps them in float32, which would raise every sum."""
+def one_dtype(
+    weights: dict[str, mx.array], norm_dtype: Callable[[mx.Dtype], mx.Dtype]
+) -> dict[str, mx.array]:
+    """Norms in ``norm_dtype`` of the embedding's: GGUF keeps them in float32, which would raise
+    every sum."""
     name = "model.embed_tokens"
     stored = weights.get(f"{name}.scales", weights[f"{name}.weight"]).dtype
     return {
-        key: value.astype(activation_dtype(stored)) if key.endswith("norm.weight") else value
+        key: value.astype(norm_dtype(stored)) if key.endswith("norm.weight") else value
         for key, value in weights.items()
     }

@@ -24,7 +24,11 @@ _OURS = {
     "models": ("husky_mlx.support", "what is supported; with a model: how it would run"),
     "plan": ("husky_mlx.fit", "whether a model fits a machine, before a download"),
     "doctor": ("husky_mlx.doctor", "whether everything works here, and what to do if not"),
+    "convert": ("husky_mlx.conversion", "a checkpoint as a checked folder that mlx-lm reads too"),
+    "compile": ("husky_mlx.compilation_command", "quantize, pack and store a model for one chip"),
+    "cache": ("husky_mlx.build_cache", "what husky keeps on this disk, and clearing it"),
     "bench": ("husky_mlx.bench", "husky against mlx-lm on the same weights and tokens"),
+    "eval": ("husky_mlx.evaluate", "what recipes and quantized models lose, on held-out text"),
     "bench ops": ("husky_mlx.bench_ops", "each kernel against the MLX operations it replaces"),
 }
 # mlx-lm lists its commands without a word about them.
@@ -33,7 +37,6 @@ _DESCRIPTIONS = {
     "chat": "talk with a model in the terminal",
     "server": "an OpenAI-style HTTP server",
     "cache_prompt": "run a long prompt once and keep its cache in a file",
-    "convert": "make an MLX folder of a checkpoint, quantized or not",
     "lora": "fine-tune adapters",
     "fuse": "merge adapters into a model",
     "evaluate": "run lm-evaluation-harness tasks",
@@ -88,13 +91,8 @@ def main_convert() -> int:
 
 
 def main_compile() -> int:
-    """``husky-compile``: says that this version has nothing to compile ahead of time."""
-    print(
-        "husky-compile: this version packs the weights each time a model is loaded, there is no "
-        "compiled artifact to write",
-        file=sys.stderr,
-    )
-    return 1
+    """``husky-compile`` is ``husky compile``."""
+    return main(["compile", *sys.argv[1:]], "husky-compile")
 
 
 def _run(argv: list[str], settings: argparse.Namespace, program: str | None) -> int:
@@ -116,7 +114,8 @@ def _run(argv: list[str], settings: argparse.Namespace, program: str | None) -> 
     if [command, *arguments[:1]] == ["bench", "ops"]:
         command, arguments = "bench ops", arguments[1:]
     if command in _OURS:
-        return _run_ours(command, [*before, *arguments], settings)
+        program = program or f"husky {command}"
+        return _run_ours(command, [*before, *arguments], settings, program)
     if command in theirs:
         program = program or f"husky {command}"
         return forward.forward(command, theirs[command], before, arguments, settings, program)
@@ -124,12 +123,14 @@ def _run(argv: list[str], settings: argparse.Namespace, program: str | None) -> 
     return 2
 
 
-def _run_ours(command: str, argv: Sequence[str], settings: argparse.Namespace) -> int:
+def _run_ours(command: str, argv: Sequence[str], settings: argparse.Namespace, program: str) -> int:
     name, description = _OURS[command]
     module = importlib.import_module(name)
     options = forward.own_options if command == "demo" else forward.debug_option
     parser = argparse.ArgumentParser(
-        prog=f"husky {command}", description=description, parents=[options(f"husky {command}")]
+        prog=program,
+        description=getattr(module, "DESCRIPTION", description),
+        parents=[options(program)],
     )
     module.add_arguments(parser)
     return module.run(parser.parse_args(argv, namespace=settings))
@@ -139,7 +140,7 @@ def _overview(theirs: Mapping[str, str]) -> str:
     def listed(descriptions: Mapping[str, str]) -> str:
         return "\n".join(f"  {name:<15}{text}" for name, text in descriptions.items())
 
-    known = sorted(theirs, key=[*_DESCRIPTIONS, *theirs].index)
+    known = sorted(set(theirs) - set(_OURS), key=[*_DESCRIPTIONS, *theirs].index)
     mlx_lm = {name: _DESCRIPTIONS.get(name, f"mlx-lm's {name}") for name in known}
     parser = argparse.ArgumentParser(
         prog="husky",

@@ -25,7 +25,10 @@ _FUNCTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "trust_remote_code",
         ),
     ),
-    ("mlx_lm.utils", "load_adapters", ("model", "adapter_path")),
+    ("mlx_lm.tuner.utils", "load_adapters", ("model", "adapter_path")),
+    ("mlx_lm.utils", "_transform_awq_weights", ("weights", "quantization_config")),
+    ("mlx_lm.utils", "make_shards", ("weights", "max_file_size_gb")),
+    ("mlx_lm.utils", "save_config", ("config", "config_path")),
     (
         "mlx_lm.utils",
         "load_tokenizer",
@@ -128,7 +131,15 @@ _RESPONSE_FIELDS = (
     "peak_memory",
     "finish_reason",
 )
-_OUR_KEYWORDS = ("backend", "max_context", "max_kv_size", "fallback", "verbose")
+_OUR_KEYWORDS = (
+    "backend",
+    "max_context",
+    "max_kv_size",
+    "fallback",
+    "quant",
+    "verbose",
+    "warm",
+)
 
 
 @functools.cache

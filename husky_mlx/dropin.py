@@ -32,7 +32,7 @@ from husky_mlx.errors import CheckpointError, UnsupportedModel
 from husky_mlx.loading import BACKENDS
 from husky_mlx.model import Model
 from husky_mlx.notices import notice
-from husky_mlx.progress import prompt_progress
+from husky_mlx.prompt_progress import prompt_progress
 
 MODULE = "mlx_lm.models.husky_llama"
 
@@ -70,6 +70,7 @@ class DropIn:
         """Change both doors. Raises RuntimeError if a DropIn is installed already."""
         if MODULE in sys.modules:
             raise RuntimeError("mlx-lm already runs on husky_mlx in this process")
+        violations()  # asked once a process, and of mlx-lm as it is without us
         utils = mlx_lm.utils
         self._replaced = [
             (utils.load, functools.partial(self._load, utils.load)),

@@ -40,6 +40,14 @@ class CheckpointError(HuskyError, ValueError):
     """A damaged or inconsistent checkpoint: names the file or tensor, expected and found."""
 
 
+class ArtifactError(CheckpointError):
+    """A folder that husky wrote and that is no longer as it was, or of another format."""
+
+
+class OutputError(HuskyError, OSError):
+    """An output that cannot be written: no room, no permission, or something is there already."""
+
+
 class SourceError(HuskyError, OSError):
     """A model that could not be found or fetched: says what was tried and what to do."""
 

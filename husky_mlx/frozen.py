@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -18,11 +18,13 @@ from husky_mlx.freeze import DecodeStep
 from husky_mlx.graphs import choose_graph
 from husky_mlx.native import NativeError
 from husky_mlx.native_step import NativeStep
-from husky_mlx.pack import FUSIONS, Separate, StepWeights, pack
+from husky_mlx.ops.gemv import TileKey
+from husky_mlx.pack import FUSIONS, Ready, Separate, StepWeights, pack
 from husky_mlx.places import MAX_ROWS
 from husky_mlx.plan import Plan
 from husky_mlx.prefill import Prefill
 from husky_mlx.snapshot import Snapshot
+from husky_mlx.tiles import GemvTile
 
 
 class Frozen:
@@ -35,6 +37,7 @@ class Frozen:
         self.config = config
         self.plan = plan
         self.revision = 0
+        self.tiles: Mapping[TileKey, GemvTile] = {}  # of a build, instead of the policy's
         self._step: DecodeStep | None = None
         self._native: NativeStep | None = None
         self.native_wanted = native_step.wanted()
@@ -192,10 +195,11 @@ class Frozen:
         """Write into the plan what the model as it is now computes in."""
         self.plan.activations = str(model.model.activation_dtype()).removeprefix("mlx.core.")
 
-    def freeze(self, model: Any) -> None:
+    def freeze(self, model: Any, ready: Mapping[str, Ready] | None = None) -> None:
         """Fuse the projections and build the step for the weights as they are now.
 
-        There is none for a model that somebody built into: its modules then run themselves.
+        ``ready``: buffers that came with the weights. There is no step for a model that somebody
+        built into: its modules then run themselves.
         """
         # What another thread changes meanwhile may be missed: the step is then stale at once.
         revision = self.revision
@@ -209,9 +213,10 @@ class Frozen:
             self._built_from, self._step_revision = Snapshot.of(model), revision
             return
         frequencies = mx.array(self.config.rope.frequencies(self.config.head_dim))
-        weights = pack(model, frequencies)
+        weights = pack(model, frequencies, ready)
         self.plan.foreign_part, self.plan.notes = None, _unfused(weights)
-        self._step = DecodeStep(choose_graph(self.config, weights, self.plan), self.plan)
+        graph = choose_graph(self.config, weights, self.plan, self.tiles)
+        self._step = DecodeStep(graph, self.plan)
         if self.native_wanted:
             try:
                 self._native = NativeStep.of(model, weights.head, self.plan)

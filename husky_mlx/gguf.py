@@ -17,7 +17,7 @@ import numpy as np
 
 from husky_mlx.device import activation_dtype
 from husky_mlx.errors import CheckpointError, UnsupportedModel
-from husky_mlx.gguf_blocks import BITS, GROUP_SIZE, unpack
+from husky_mlx.gguf_blocks import BITS, FLOATS, GROUP_SIZE, unpack
 from husky_mlx.gguf_config import check_architecture, config_from, open_gguf
 from husky_mlx.gguf_file import BLOCK_TYPES, GGUFFile, Tensor
 from husky_mlx.memory import require_memory
@@ -74,35 +74,69 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_weights(path: Path) -> dict[str, mx.array]:
     """All parameters under mlx-lm's names, in the file's types; they are read now, not lazily.
 
-    Floats keep their type and shape; Q4_0, Q4_1 and Q8_0 become ``.weight`` uint32, ``.scales``
-    and ``.biases`` float16 in groups of 32. Errors as for ``read_config``, and MemoryLimitError
-    before the first tensor is read where the loaded model would not fit.
+    Errors as for ``read_config``, and MemoryLimitError before the first tensor is read where the
+    loaded model would not fit.
     """
-    file = _open(path)
-    config = config_from(file)
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    parameters = _parameters(file)
+    weights = Parameters(path)
     require_memory(
-        sum(map(_loaded_bytes, parameters.values())),
+        sum(map(_loaded_bytes, weights.tensors.values())),
         f"Loading {path}",
         "A smaller model or fewer bits would fit.",
     )
-    weights: dict[str, mx.array] = {}
-    for parameter, tensor in parameters.items():
-        rows = file.rows(tensor)
-        module, kind = parameter.rsplit(".", 1)
-        if count := heads.get(module.rsplit(".", 1)[-1]):
-            rows = _half_split(rows, count, f"{path}: tensor {tensor.name}")
+    found: dict[str, mx.array] = {}
+    for parameter in weights.tensors:
+        found |= weights.read(parameter)
+    return found
+
+
+class Parameters:
+    """A file's parameters under mlx-lm's names, one tensor at a time; errors as ``read_config``.
+
+    Floats keep their type and shape; Q4_0, Q4_1 and Q8_0 become ``.weight`` uint32, ``.scales``
+    and ``.biases`` float16 in groups of 32.
+    """
+
+    def __init__(self, path: Path):
+        self._file = _open(path)
+        config = config_from(self._file)
+        self._heads = {
+            "q_proj": config["num_attention_heads"],
+            "k_proj": config["num_key_value_heads"],
+        }
+        self.tensors = _parameters(self._file)
+        for parameter, tensor in self.tensors.items():
+            if tensor.type_name in BITS and not parameter.endswith(".weight"):
+                raise CheckpointError(
+                    f"{path}: tensor {tensor.name} is {tensor.type_name}; a bias must be a float "
+                    "type"
+                )
+
+    def outline(self) -> dict[str, mx.array]:
+        """Zeros of each parameter's dtype and shape, which take no memory before they are read."""
+        shapes: dict[str, mx.array] = {}
+        for parameter, tensor in self.tensors.items():
+            if tensor.type_name not in BITS:
+                shapes[parameter] = mx.zeros(tensor.shape, FLOATS[tensor.type_name])
+                continue
+            rows, columns = prod(tensor.shape[:-1]), tensor.shape[-1]
+            module = parameter.removesuffix(".weight")
+            words = columns * BITS[tensor.type_name] // 32
+            shapes[parameter] = mx.zeros((rows, words), mx.uint32)
+            for part in ("scales", "biases"):
+                shapes[f"{module}.{part}"] = mx.zeros((rows, columns // GROUP_SIZE), mx.float16)
+        return shapes
+
+    def read(self, parameter: str) -> dict[str, mx.array]:
+        """A tensor as ``parameter``, with its scales and biases where it is quantized."""
+        tensor = self.tensors[parameter]
+        rows = self._file.rows(tensor)
+        module = parameter.rpartition(".")[0]
+        if count := self._heads.get(module.rsplit(".", 1)[-1]):
+            rows = _half_split(rows, count, f"{self._file.path}: tensor {tensor.name}")
         parts = unpack(tensor.type_name, rows)
         if tensor.type_name not in BITS:
-            weights[parameter] = parts["weight"].reshape(tensor.shape)
-        elif kind == "weight":
-            weights.update({f"{module}.{part}": array for part, array in parts.items()})
-        else:
-            raise CheckpointError(
-                f"{path}: tensor {tensor.name} is {tensor.type_name}; a bias must be a float type"
-            )
-    return weights
+            return {parameter: parts["weight"].reshape(tensor.shape)}
+        return {f"{module}.{part}": array for part, array in parts.items()}
 
 
 def _loaded_bytes(tensor: Tensor) -> int:

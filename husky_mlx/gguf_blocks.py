@@ -13,6 +13,7 @@ import numpy as np
 
 GROUP_SIZE = 32
 BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
+FLOATS = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
 
 
 def unpack(type_name: str, rows: np.ndarray) -> dict[str, mx.array]:

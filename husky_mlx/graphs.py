@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping
 
 from husky_mlx import chips, device
 from husky_mlx.config import LlamaConfig
 from husky_mlx.freeze import StepGraph
 from husky_mlx.fused import FusedGraph, fused_weights
 from husky_mlx.launches import launch_lines
-from husky_mlx.ops.gemv import Platform
+from husky_mlx.ops.gemv import Platform, TileKey
 from husky_mlx.pack import StepWeights
 from husky_mlx.plan import Plan
 from husky_mlx.policy import frozen_rows, short_prompts, write_out_from
@@ -18,19 +19,28 @@ from husky_mlx.prefill import Prefill
 from husky_mlx.products import Products
 from husky_mlx.selftest import SelfTest
 from husky_mlx.short_prompt import ShortPrompt
+from husky_mlx.tiles import GemvTile
 
 
-def kernel_platform() -> Platform | None:
-    """Where kernels run on MLX's default device; None on the CPU."""
+def kernel_platform(tiles: Mapping[TileKey, GemvTile] | None = None) -> Platform | None:
+    """Where kernels run on MLX's default device, with ``tiles`` of a build; None on the CPU."""
     target = device.target()
-    return None if target == "cpu" else Platform(chips.detect(), target)
+    return None if target == "cpu" else Platform(chips.detect(), target, tiles or {})
 
 
-def choose_graph(config: LlamaConfig, weights: StepWeights, plan: Plan) -> StepGraph | FusedGraph:
-    """The graph for these weights on MLX's default device; the plan says which and why."""
+def choose_graph(
+    config: LlamaConfig,
+    weights: StepWeights,
+    plan: Plan,
+    tiles: Mapping[TileKey, GemvTile] | None = None,
+) -> StepGraph | FusedGraph:
+    """The graph for these weights on MLX's default device; the plan says which and why.
+
+    ``tiles``: chosen when the model was compiled, instead of the policy's.
+    """
     twin = StepGraph(config, weights, plan)
     plan.launches, plan.prefill = [], "plain MLX operations"
-    platform = kernel_platform()
+    platform = kernel_platform(tiles)
     if platform is None:
         plan.kernels = "plain MLX operations"
         return twin

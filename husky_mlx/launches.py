@@ -11,7 +11,7 @@ from husky_mlx.ops.gemv import Platform, gemv_tile
 from husky_mlx.policy import policy
 from husky_mlx.tiles import AttentionShape, AttentionTile
 
-_NORMED = frozenset({"rms_qkv_rope_append", "rms_gate_up_swiglu"})
+NORMED = frozenset({"rms_qkv_rope_append", "rms_gate_up_swiglu"})
 # The kernels with a matrix of a layer, and the matrix's name in ``FusedLayer``.
 GROUP_OF_OP = {
     "rms_qkv_rope_append": "qkv",
@@ -31,8 +31,8 @@ def launch_lines(weights: FusedWeights, platform: Platform) -> list[str]:
         one_of_each = {_shape(matrix): matrix for matrix in matrices}
         for shape, count in Counter(map(_shape, matrices)).items():
             matrix = one_of_each[shape]
-            tile = gemv_tile(op, 1, matrix, platform, norm=op in _NORMED)
-            norm = "" if op not in _NORMED or tile.norm else ", norm before it by itself"
+            tile = gemv_tile(op, 1, matrix, platform, norm=op in NORMED)
+            norm = "" if op not in NORMED or tile.norm else ", norm before it by itself"
             lines.append(
                 f"{op}: {count} of {layers} layers, {_format(matrix)}, {tile.outputs} rows a "
                 f"threadgroup of {tile.simdgroups} simdgroups{norm}"

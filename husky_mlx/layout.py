@@ -7,10 +7,14 @@ of constants in four kernels that cost it 4 us each.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import mlx.core as mx
 
 ALIGNMENT = 16  # bytes, the widest load of a kernel
+
+
+Shape = tuple[mx.Dtype, tuple[int, ...]]
 
 
 def join(parts: Sequence[Sequence[mx.array]]) -> tuple[mx.array, list[mx.array]]:
@@ -23,16 +27,30 @@ def join(parts: Sequence[Sequence[mx.array]]) -> tuple[mx.array, list[mx.array]]
     words = [_words(pieces) for pieces in parts]
     buffer = mx.concatenate([piece for pieces in words for piece in pieces])
     mx.eval(buffer)
+    return buffer, split(buffer, [joined(pieces) for pieces in parts])
+
+
+def joined(pieces: Sequence[mx.array]) -> Shape:
+    """Dtype and shape of arrays one after the other along the first axis."""
+    first = pieces[0]
+    return first.dtype, (sum(piece.shape[0] for piece in pieces), *first.shape[1:])
+
+
+def words_of(dtype: mx.Dtype, shape: tuple[int, ...]) -> int:
+    """Words that a part takes in a buffer."""
+    return -(-prod(shape) * dtype.size // ALIGNMENT) * ALIGNMENT // 4
+
+
+def split(buffer: mx.array, parts: Sequence[Shape]) -> list[mx.array]:
+    """The views of a buffer's parts, evaluated."""
     views, start = [], 0
-    for pieces, words_of_part in zip(parts, words, strict=True):
-        first, rows = pieces[0], sum(piece.shape[0] for piece in pieces)
-        size = sum(piece.size for piece in words_of_part)
-        values = buffer[start : start + size].view(first.dtype)
-        values = values[: sum(piece.size for piece in pieces)]
-        views.append(values.reshape(rows, *first.shape[1:]))
+    for dtype, shape in parts:
+        size = words_of(dtype, shape)
+        values = buffer[start : start + size].view(dtype)
+        views.append(values[: prod(shape)].reshape(shape))
         start += size
     mx.eval(views)
-    return buffer, views
+    return views
 
 
 def _words(pieces: Sequence[mx.array]) -> list[mx.array]:

@@ -13,10 +13,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import infer_quant_config, load_adapters, load_tokenizer
+from mlx_lm.utils import infer_quant_config, load_tokenizer
 from mlx_lm.utils import load as stock_load
 
-from husky_mlx import checkpoint, choices, gguf_tokenizer, sources
+from husky_mlx import artifact, builds, checkpoint, choices, foreign, gguf_tokenizer, sources
+from husky_mlx.adapters import load_adapter
 from husky_mlx.config import LlamaConfig
 from husky_mlx.device import activation_dtype
 from husky_mlx.errors import CheckpointError, UnsupportedModel
@@ -28,8 +29,6 @@ from husky_mlx.structure import check_structure, drop_unread
 from husky_mlx.warmup import warm_up
 
 BACKENDS = ("husky", "mlx")
-# Quantization methods whose tensors are already in MLX's own layout.
-_MLX_METHODS = (None, "mxfp4", "mxfp8")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -47,24 +46,29 @@ def load(
     max_context: int | None = None,
     max_kv_size: int | None = None,
     fallback: str | None = None,
+    quant: str | None = None,
     verbose: bool = False,
     warm: bool = True,
 ) -> tuple[Any, ...]:
     """Load a model and its tokenizer: (model, tokenizer), or with ``return_config`` the config too.
 
-    The first eight arguments are ``mlx_lm.load``'s. ``path_or_hf_repo`` may also be a .gguf file or
-    the alias "smollm2".
+    The first eight arguments are ``mlx_lm.load``'s. ``path_or_hf_repo`` may also be a .gguf file,
+    the alias "smollm2", a .hky folder or a build in one. Of a .hky folder the build for this
+    machine is taken, or its own weights where there is none. ``adapter_path`` may be PEFT's too.
 
     ``backend``: "husky", or "mlx" for mlx-lm's own class. By default $HUSKY_BACKEND, else what
     ``husky doctor --model`` found fastest here, which the plan says, else "husky".
     ``max_context``: the most tokens of prompt and reply together.
     ``max_kv_size``: keep the first 4 and the last tokens, this many in all, in a rotating cache.
     ``fallback``: "mlx" loads with mlx-lm what husky_mlx does not support, instead of raising.
+    ``quant``: a recipe of ``husky compile``; what it makes is kept in the cache folder, and an
+    adapter is then fused in before it is quantized.
     ``verbose``: one line to stderr about what runs where.
     ``warm``: on a GPU run a few tokens, so that the first reply does not wait for what they compile
     and load; the plan says how long that took.
 
-    ``lazy`` leaves the weights of a folder unread until their first use; a .gguf is read at once.
+    ``lazy`` leaves the weights of a folder unread until their first use; a .gguf file and a build
+    are read at once.
 
     Raises UnsupportedModel with the exact differences, CheckpointError for damaged files,
     SourceError for a model that cannot be had, MemoryLimitError for one that does not fit.
@@ -77,6 +81,7 @@ def load(
     path = sources.resolve(
         os.fsdecode(path_or_hf_repo), revision=revision, notify=notice if verbose else None
     )
+    build, notes = _build_for(path, quant, adapter_path)
 
     def load_stock(reason: str) -> tuple[Any, ...]:
         if verbose:
@@ -91,15 +96,20 @@ def load(
             trust_remote_code=trust_remote_code,
         )
 
-    if backend == "mlx" and path.is_dir():
+    if backend == "mlx" and path.is_dir() and build is None:
+        artifact.verify(path)
         return load_stock("backend is mlx")
+    if build is not None:
+        path, adapter_path = build, None if quant else adapter_path
     try:
-        found = checkpoint.read(path, model_config)
+        found = (
+            builds.read_build(build, model_config) if build else checkpoint.read(path, model_config)
+        )
         choice = None if asked else choices.remembered(found.config)
         if choice is not None and choice.way == choices.STOCK and not (max_context or max_kv_size):
             notice(f"{path} runs on mlx-lm's model class: {choice}")
             backend = "mlx"
-        if backend == "mlx" and path.is_dir():
+        if backend == "mlx" and path.is_dir() and build is None:
             return load_stock(f"chosen: {choice}")
         model = build_model(
             found.config,
@@ -116,25 +126,22 @@ def load(
         return load_stock("; ".join(error.differences))
     held = 0 if found.lazy else _bytes_of(model)
     config = found.config
-    for note in found.notes:
-        warnings.warn(f"{path}: {note}", stacklevel=2)
+    for note in [*notes, *(f"{path}: {note}" for note in found.notes)]:
+        warnings.warn(note, stacklevel=2)
+    packed = (found.ready, found.tiles) if isinstance(found, builds.Build) else ()
     del found
     if choice is not None and isinstance(model, Model):
         model.follow(choice)
     if adapter_path is not None:
-        model = load_adapters(model, adapter_path)
-        model.eval()
-    if path.is_dir():
-        tokenizer = _folder_tokenizer(path, tokenizer_config, config.get("eos_token_id"))
-    else:
-        tokenizer = gguf_tokenizer.load_tokenizer(path, tokenizer_config)
+        model = load_adapter(model, adapter_path)
+    tokenizer = read_tokenizer(path, tokenizer_config, config.get("eos_token_id"))
     if not lazy:
         _materialize(model, str(path), held)
         if isinstance(model, Model):
             if warm:
-                model.plan.warm_up = warm_up(model)
+                model.plan.warm_up = warm_up(model, *packed)
             else:
-                model.prepare()
+                model.prepare(*packed)
     if verbose:
         plan = getattr(model, "plan", None)
         words = plan.summary if plan else f"{path} runs on mlx-lm's model class: backend is mlx"
@@ -185,21 +192,38 @@ def build_model(
     return model
 
 
-def _folder_tokenizer(
-    folder: Path, settings: dict[str, Any] | None, stop_tokens: int | list[int] | None
+def read_tokenizer(
+    path: Path,
+    settings: dict[str, Any] | None = None,
+    stop_tokens: int | list[int] | None = None,
 ) -> TokenizerWrapper:
-    """mlx-lm's tokenizer of a folder, with errors that name the file."""
+    """The tokenizer of a folder or .gguf file; ``stop_tokens`` are those of a folder's config.
+
+    Raises CheckpointError naming the file where none can be built.
+    """
+    if path.is_file():
+        return gguf_tokenizer.load_tokenizer(path, settings)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        checkpoint.read_json(folder / name)
+        checkpoint.read_json(path / name)
     try:
-        return load_tokenizer(folder, settings, eos_token_ids=stop_tokens)
+        return load_tokenizer(path, settings, eos_token_ids=stop_tokens)
     except Exception as error:  # transformers and tokenizers raise every kind, Exception itself too
-        files = [name for name in _TOKENIZER_FILES if (folder / name).exists()]
+        files = [name for name in _TOKENIZER_FILES if (path / name).exists()]
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise CheckpointError(
-            f"{folder}: no tokenizer can be built from {', '.join(files) or 'no tokenizer file'}, "
+            f"{path}: no tokenizer can be built from {', '.join(files) or 'no tokenizer file'}, "
             f"expected tokenizer.json or tokenizer.model ({reason})"
         ) from error
+
+
+def _build_for(path: Path, quant: str | None, adapter: str | None) -> tuple[Path | None, list[str]]:
+    """The build to load instead of ``path``, made now if need be, and what to warn of."""
+    if quant is None:
+        return builds.find_build(path)
+    # It builds models with this module's functions.
+    from husky_mlx.build_cache import cached_build
+
+    return cached_build(path, quant, adapter), []
 
 
 def _materialize(model: nn.Module, source: str, held: int = 0) -> None:
@@ -223,24 +247,21 @@ def _widen_scales(model: Model) -> None:
     """Scales and biases in the activation dtype: on the CPU MLX would convert them every token."""
     for module in model.modules():
         for name in ("scales", "biases"):
-            if name in module:
+            if name in module and activation_dtype(module[name].dtype) != module[name].dtype:
                 module[name] = module[name].astype(activation_dtype(module[name].dtype))
 
 
 def refuse_foreign_quantization(config: Mapping[str, Any], source: str) -> None:
-    """Raise UnsupportedModel for a checkpoint that another library packed."""
-    settings = config.get("quantization_config") or {}
-    if not isinstance(settings, Mapping):
-        raise CheckpointError(f"{source}: quantization_config must be an object, found {settings}")
-    method = settings.get("quant_method")
-    if config.get("quantization") or method in _MLX_METHODS:
+    """Raise UnsupportedModel for weights that another library packed and nobody has rewritten."""
+    settings = foreign.settings_of(config, source)
+    if settings is None:
         return
     layout = f" (format {settings['format']!r})" if settings.get("format") else ""
     raise UnsupportedModel(
         source,
         [
-            f"quantization_config.quant_method is {method!r}{layout}, supported are MLX's own "
-            "layouts: convert the unquantized model with `husky convert -q`"
+            f"quantization_config.quant_method is {settings.get('quant_method')!r}{layout}, "
+            "supported are MLX's own layouts: convert the unquantized model with `husky convert -q`"
         ],
     )
 

@@ -6,7 +6,7 @@ Paths and leaf types of the parameters are mlx-lm's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -24,11 +24,13 @@ from husky_mlx.freeze import DecodeStep
 from husky_mlx.frozen import MAX_ROWS, Frozen, eager_reason
 from husky_mlx.native_step import NativeStep
 from husky_mlx.ops.embed import embed
+from husky_mlx.ops.gemv import TileKey
 from husky_mlx.ops.rotate import rotation
-from husky_mlx.pack import FUSIONS
+from husky_mlx.pack import FUSIONS, Ready
 from husky_mlx.plan import Plan
 from husky_mlx.prefill import Prefill
 from husky_mlx.structure import drop_unread
+from husky_mlx.tiles import GemvTile
 
 SINK_TOKENS = 4  # what mlx-lm keeps at the start of a bounded window
 
@@ -193,11 +195,19 @@ class Model(Tracked):
         """Whether one more token a row fits the device's memory and ``max_context``."""
         return self._frozen.has_room(self, caches)
 
-    def prepare(self) -> None:
-        """Fuse and freeze now instead of at the first decode; evaluates the weights."""
+    def prepare(
+        self,
+        ready: Mapping[str, Ready] | None = None,
+        tiles: Mapping[TileKey, GemvTile] | None = None,
+    ) -> None:
+        """Fuse and freeze now instead of at the first decode; evaluates the weights.
+
+        ``ready`` and ``tiles``: the buffers and launch choices of a build.
+        """
         self._frozen.say_dtype(self)
+        self._frozen.tiles = tiles or {}
         if self.plan.eager_reason is None or self._frozen.native_wanted:
-            self._frozen.freeze(self)
+            self._frozen.freeze(self, ready)
 
     def follow(self, choice: Choice) -> None:
         """Run as ``husky doctor`` chose; the plan says so."""

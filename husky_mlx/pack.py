@@ -5,14 +5,14 @@ Besides a group's weights its buffer holds what else the kernel that multiplies 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from husky_mlx.layout import join
+from husky_mlx.layout import Shape, join, joined, split, words_of
 
 # group -> (the module that holds it, its projections in the order of the fused rows)
 FUSIONS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -83,52 +83,134 @@ class Separate:
 Projections = Fused | Separate
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What a fused buffer holds. ``parts``: name -> dtype and shape, in order; the parameters of
+    the joined rows, then "norm" and whatever else. The rest as in ``Fused``."""
+
+    parts: dict[str, Shape]
+    rows: tuple[int, ...]
+    group_size: int | None
+    bits: int | None
+    mode: str
+
+    @property
+    def words(self) -> int:
+        return sum(words_of(*shape) for shape in self.parts.values())
+
+    def fused(self, buffer: mx.array) -> Fused:
+        """The matrix that a buffer of this layout holds."""
+        views = dict(zip(self.parts, split(buffer, list(self.parts.values())), strict=True))
+        return Fused(
+            buffer=buffer,
+            weight=views["weight"],
+            scales=views.get("scales"),
+            biases=views.get("biases"),
+            bias=views.get("bias"),
+            norm=views.get("norm"),
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+            rows=self.rows,
+        )
+
+
+def layout_of(
+    modules: Sequence[nn.Module], norm: mx.array | None, more: Mapping[str, mx.array]
+) -> Layout | str:
+    """How modules share a buffer, from dtypes and shapes alone; else why they cannot."""
+    reason = _difference(modules)
+    if reason is not None:
+        return reason
+    first = modules[0]
+    pieces = {name: [module[name] for module in modules] for name in _names(first)}
+    return Layout(
+        parts={
+            name: joined(arrays) for name, arrays in (pieces | _beside(first, norm, more)).items()
+        },
+        rows=tuple(module.weight.shape[0] for module in modules),
+        group_size=first.group_size if "scales" in pieces else None,
+        bits=first.bits if "scales" in pieces else None,
+        mode=first.mode if "scales" in pieces else "affine",
+    )
+
+
+def _names(module: nn.Module) -> list[str]:
+    return [name for name in _ROW_PARAMETERS if name in module and module[name] is not None]
+
+
+def _beside(
+    first: nn.Module, norm: mx.array | None, more: Mapping[str, mx.array]
+) -> dict[str, list[mx.array]]:
+    """What a buffer holds besides its rows."""
+    dtype = first.scales.dtype if "scales" in first else first.weight.dtype
+    # The scales of the mx formats are bytes, and no kernel takes those.
+    fits = norm is not None and mx.issubdtype(dtype, mx.floating)
+    norms = {"norm": [norm.astype(dtype)]} if fits else {}  # type: ignore[union-attr]
+    return norms | {name: [array] for name, array in more.items()}
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A fused matrix that was there before its modules. ``views``: their parameters, module by
+    module."""
+
+    fused: Fused
+    views: list[dict[str, mx.array]]
+
+    @classmethod
+    def of(cls, fused: Fused) -> Ready:
+        views: list[dict[str, mx.array]] = [{} for _ in fused.rows]
+        for name in _ROW_PARAMETERS:
+            whole, start = getattr(fused, name), 0
+            if whole is None:
+                continue
+            for view, count in zip(views, fused.rows, strict=True):
+                view[name] = whole[start : start + count]
+                start += count
+        # Before a module has them: another thread could not evaluate this one's arrays.
+        mx.eval(views)
+        return cls(fused, views)
+
+    def is_of(self, modules: Sequence[nn.Module], norm: mx.array | None) -> bool:
+        """Whether modules and norm are still what the buffer holds."""
+        return (
+            len(modules) == len(self.views)
+            and all(type(module) in _MODULES for module in modules)
+            and all(
+                _names(module) == list(view) and all(module[name] is view[name] for name in view)
+                for module, view in zip(modules, self.views, strict=True)
+            )
+            and (self.fused.norm is None or norm is self.fused.norm)
+        )
+
+
 def fuse(
     modules: Sequence[nn.Module],
     norm: mx.array | None = None,
-    more: Sequence[mx.array] = (),
+    more: Mapping[str, mx.array] | None = None,
+    ready: Ready | None = None,
 ) -> Projections:
     """One matrix for linear modules of one input, if their storage agrees, or for a table.
 
     ``norm`` (in,) and ``more`` are copied into its buffer. The modules' parameters become row views
     of that, so nothing is held twice: the peak is the buffer beside the originals of this one
     group. Modules that are not plain linear layers (an adapter, say) or that differ in bits, group
-    size, mode or dtype stay as they are.
+    size, mode or dtype stay as they are. ``ready`` is taken where it is what they hold already.
     """
-    reason = _difference(modules)
-    if reason is not None:
-        return Separate(tuple(modules), reason)
-    rows = tuple(module.weight.shape[0] for module in modules)
-    first = modules[0]
-    names = [name for name in _ROW_PARAMETERS if name in first and first[name] is not None]
-    dtype = first.scales.dtype if "scales" in names else first.weight.dtype
-    # The scales of the mx formats are bytes, and no kernel takes those.
-    fits = norm is not None and mx.issubdtype(dtype, mx.floating)
-    norms = [[norm.astype(dtype)]] if fits else []  # type: ignore[union-attr]
-    arrays = [[module[name] for module in modules] for name in names]
-    buffer, joined = join([*arrays, *norms, *([array] for array in more)])
-    parameters: dict[str, mx.array | None] = dict.fromkeys(_ROW_PARAMETERS)
-    parameters.update(zip(names, joined[: len(names)], strict=True))
-    for name in names:
-        whole, start = parameters[name], 0
-        views = []
-        for count in rows:
-            views.append(whole[start : start + count])  # type: ignore[index]
-            start += count
-        # Before a module has them: another thread could not evaluate this one's arrays.
-        mx.eval(views)
-        for module, view in zip(modules, views, strict=True):
+    if ready is not None and ready.is_of(modules, norm):
+        return ready.fused
+    more = more or {}
+    layout = layout_of(modules, norm, more)
+    if isinstance(layout, str):
+        return Separate(tuple(modules), layout)
+    arrays = [[module[name] for module in modules] for name in _names(modules[0])]
+    buffer, _ = join([*arrays, *_beside(modules[0], norm, more).values()])
+    fused = layout.fused(buffer)
+    for module, views in zip(modules, Ready.of(fused).views, strict=True):
+        for name, view in views.items():
             module[name] = view
-    quantized = "scales" in names
-    return Fused(
-        buffer=buffer,
-        **parameters,  # type: ignore[arg-type]
-        norm=joined[len(names)] if norms else None,
-        group_size=first.group_size if quantized else None,
-        bits=first.bits if quantized else None,
-        mode=first.mode if quantized else "affine",
-        rows=rows,
-    )
+    return fused
 
 
 def _difference(modules: Sequence[nn.Module]) -> str | None:
@@ -177,32 +259,55 @@ class StepWeights:
     head: Projections
 
 
-def pack(model: nn.Module, frequencies: mx.array) -> StepWeights:
+def pack(
+    model: nn.Module, frequencies: mx.array, ready: Mapping[str, Ready] | None = None
+) -> StepWeights:
     """Fuse what can be fused, layer by layer, and gather what the decode step reads.
 
     ``frequencies``: the rotary embedding's, float32 (head_dim / 2,), which go with each qkv.
+    ``ready``: name of a group as ``groups`` has it -> its buffer, where there is one already.
     """
-    layers = []
-    for layer in model.layers:
+    ready = ready or {}
+    made = {
+        name: fuse(modules, norm, more, ready.get(name))
+        for name, modules, norm, more in groups(model, frequencies)
+    }
+    layers = [
+        LayerWeights(
+            input_norm=layer.input_layernorm.weight,
+            post_norm=layer.post_attention_layernorm.weight,
+            **{group: made[f"layers.{i}.{group}"] for group in FUSIONS},
+        )
+        for i, layer in enumerate(model.layers)
+    ]
+    table = made["embed_tokens"]
+    if "lm_head" in made:
+        head = made["lm_head"]
+    elif isinstance(table, Separate):
+        head = Separate((model.model.embed_tokens.as_linear,), table.reason)
+    else:
+        head = table
+    mx.clear_cache()
+    return StepWeights(model.model.embed_tokens, table, layers, model.model.norm.weight, head)
+
+
+Group = tuple[str, list[nn.Module], mx.array | None, dict[str, mx.array]]
+
+
+def groups(model: nn.Module, frequencies: mx.array) -> Iterator[Group]:
+    """What is fused, in order: name, modules, the norm and what else goes with them."""
+    for i, layer in enumerate(model.layers):
         norms = {
             "qkv": layer.input_layernorm.weight,
             "gate_up": layer.post_attention_layernorm.weight,
         }
-        more = {"qkv": [frequencies]}
-        groups = {
-            group: fuse(
-                [layer[holder][name] for name in names], norms.get(group), more.get(group, ())
-            )
-            for group, (holder, names) in FUSIONS.items()
-        }
-        layers.append(LayerWeights(input_norm=norms["qkv"], post_norm=norms["gate_up"], **groups))
+        for group, (holder, names) in FUSIONS.items():
+            more = {"frequencies": frequencies} if group == "qkv" else {}
+            modules = [layer[holder][name] for name in names]
+            yield f"layers.{i}.{group}", modules, norms.get(group), more
     embedding, norm = model.model.embed_tokens, model.model.norm.weight
-    table = fuse([embedding], norm if model.args.tie_word_embeddings else None)
-    if not model.args.tie_word_embeddings:
-        head = fuse([model.lm_head], norm)
-    elif isinstance(table, Separate):
-        head = Separate((embedding.as_linear,), table.reason)
+    if model.args.tie_word_embeddings:
+        yield "embed_tokens", [embedding], norm, {}
     else:
-        head = table
-    mx.clear_cache()
-    return StepWeights(embedding, table, layers, norm, head)
+        yield "embed_tokens", [embedding], None, {}
+        yield "lm_head", [model.lm_head], norm, {}

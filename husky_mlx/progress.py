@@ -1,33 +1,40 @@
-"""How far a long prompt is, for people who wait for it."""
+"""A progress bar on stderr, where that is a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
-from tqdm import tqdm
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
-PATIENCE = 2.0  # seconds without a word
+Bar = contextlib.AbstractContextManager[Callable[[int], None]]
 
 
-def prompt_progress() -> Callable[[int, int], None]:
-    """A ``prompt_progress_callback`` for one prompt: a bar with the time left on a terminal's
-    stderr, once the prompt has taken ``PATIENCE``; nothing elsewhere, and nothing is left behind.
-    """
-    bar: tqdm | None = None
+def bytes_bar(words: str, total: int) -> Bar:
+    """A bar of ``total`` bytes; call what it gives with how many more are done."""
+    return _bar(words, total, DownloadColumn())
 
-    def report(done: int, total: int) -> None:
-        nonlocal bar
-        if bar is None:
-            bar = tqdm(
-                total=total,
-                desc="reading the prompt",
-                unit=" tokens",
-                delay=PATIENCE,
-                leave=False,
-                disable=None,  # where stderr is no terminal
-            )
-        bar.update(done - bar.n)
-        if done >= total:
-            bar.close()
 
-    return report
+def count_bar(words: str, total: int) -> Bar:
+    """The same of ``total`` things."""
+    return _bar(words, total, MofNCompleteColumn())
+
+
+@contextlib.contextmanager
+def _bar(words: str, total: int, column: ProgressColumn) -> Iterator[Callable[[int], None]]:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), column)
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(words, total=total)
+        yield lambda done: progress.advance(task, done)

@@ -317,7 +317,8 @@ class SelfTest:
         formats = [_matrix_format(weights.embedding), _matrix_format(weights.head)]
         formats += [_layer_format(layer) for layer in weights.layers]
         shapes = (formats, weights.heads.heads, weights.heads.kv_heads, weights.heads.head_dim)
-        facts = (self._config.rms_norm_eps, weights.heads.traditional)
+        tuned = sorted(map(repr, self._platform.tiles.items()))
+        facts = (self._config.rms_norm_eps, weights.heads.traditional, *tuned)
         return ", ".join(
             (
                 f"{self._platform.backend} on {device.chip()} ({self._platform.chip.name})",

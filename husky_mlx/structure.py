@@ -13,7 +13,7 @@ from husky_mlx.errors import CheckpointError
 _FLOATS = (mx.float16, mx.bfloat16, mx.float32)
 AFFINE_BITS = (2, 3, 4, 5, 6, 8)
 AFFINE_GROUP_SIZES = (32, 64, 128)
-_MX_FORMATS = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
+MX_FORMATS = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 
 
@@ -105,7 +105,8 @@ def _mismatch(name: str, shape: tuple[int, ...], value: mx.array) -> list[str]:
     wrong = []
     if tuple(value.shape) != shape:
         found = tuple(value.shape)
-        wrong.append(f"{name} should have shape {shape}{_hint(name)}, found {found}")
+        turned = " (transposed)" if len(shape) == 2 and found == shape[::-1] else ""
+        wrong.append(f"{name} should have shape {shape}{_hint(name)}, found {found}{turned}")
     if value.dtype not in _FLOATS:
         names = ", ".join(map(_name, _FLOATS))
         wrong.append(f"{name} should be one of {names}, found {_name(value.dtype)}")
@@ -133,8 +134,8 @@ def _packed_mismatch(
     group = columns / scales.shape[1] if scales.shape[1] else 0
     layout = f"{words.shape[1]} words and {scales.shape[1]} scales a row for {columns} values"
     if scales.dtype == mx.uint8:
-        if (bits, group) not in _MX_FORMATS:
-            wrong.append(f"{base} has {layout}: that is none of {list(_MX_FORMATS.values())}")
+        if (bits, group) not in MX_FORMATS:
+            wrong.append(f"{base} has {layout}: that is none of {list(MX_FORMATS.values())}")
         if biases is not None:
             wrong.append(f"{base}.biases is not part of a matrix with uint8 scales")
         return wrong

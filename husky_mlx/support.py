@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from husky_mlx import checkpoint, gguf, gguf_tokenizer, sources
+from husky_mlx import checkpoint, foreign, gguf, gguf_tokenizer, sources
 from husky_mlx.config import LAYER_TYPES, SUPPORTED_MODEL_TYPES, LlamaConfig
 from husky_mlx.errors import CheckpointError, UnsupportedModel
 from husky_mlx.frozen import eager_reason
 from husky_mlx.gguf_file import BLOCK_TYPES
-from husky_mlx.loading import refuse_foreign_quantization
 from husky_mlx.rope import SUPPORTED_ROPE_TYPES
 
 FAST, REFERENCE, REFUSED = "fast", "reference", "refused"
@@ -82,7 +81,14 @@ def support_list() -> dict[str, list[str]]:
         "attention": list(LAYER_TYPES),
         "rope types": list(SUPPORTED_ROPE_TYPES),
         "formats": ["folder or Hugging Face repo of safetensors", ".gguf of architecture llama"],
-        "quantization": ["none", "MLX's own layouts: any bits and group size, mixed too"],
+        "quantization": [
+            "none",
+            "MLX's own layouts: any bits and group size, mixed too",
+            "GPTQ without desc_act",
+            "AWQ of 4 bit",
+            "compressed-tensors (pack-quantized, float-quantized)",
+            "fp8",
+        ],
         "gguf tensor types": [name for name, _, _ in BLOCK_TYPES.values()],
         "gguf tokenizers": ["SentencePiece", *sorted(gguf_tokenizer.WORD_RULES)],
         "aliases": sorted(sources.ALIASES),
@@ -110,7 +116,8 @@ def examine(name: str) -> tuple[Verdict, dict[str, Any], LlamaConfig | None]:
         config = gguf.read_config(path) if path.is_file() else checkpoint.read_config(path)
         verdict.facts = _facts(config, path)
         checked = LlamaConfig.from_dict(config, source=str(path))
-        refuse_foreign_quantization(config, str(path))
+        if (settings := foreign.settings_of(config, str(path))) is not None:
+            foreign.check_layout(settings, str(path))
         if path.is_file():
             gguf_tokenizer.load_tokenizer(path)
     except UnsupportedModel as error:

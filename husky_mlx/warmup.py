@@ -7,6 +7,7 @@ their parts and choose algorithms at a first product.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -21,15 +22,15 @@ PROMPTS = (20, 9, 5)
 TOKENS = 2
 
 
-def warm_up(model: Model) -> str | None:
+def warm_up(model: Model, *build: Any) -> str | None:
     """Fuse and freeze a model and, on a GPU, run a few tokens through it; what it took, in words.
 
-    Its buffers are small and let go again. Nothing is compiled twice: what load's own tests of the
-    kernels have built counts too.
+    ``build``: what ``Model.prepare`` takes. The tokens' buffers are small and let go again. What
+    the tests of the kernels have compiled counts too.
     """
     started = time.perf_counter()
     with kernels.record() as launches:
-        model.prepare()
+        model.prepare(*build)
         if device.target() != "cpu" and model.plan.eager_reason is None:
             _run(model)
     built = {(made.op, *made.template.items()) for made in launches}

@@ -62,7 +62,7 @@ def on(monkeypatch):
     """``on(chip)``: from here on models get the fused step of a chip, without its self-test."""
 
     def choose(chip):
-        def fused(config, weights, plan):
+        def fused(config, weights, plan, tiles=None):
             made = fused_weights(config, weights)
             assert not isinstance(made, str), made
             return FusedGraph(config, made, plan, Platform(chips.parse(chip)[0], "emulator"))
@@ -81,7 +81,7 @@ def tested_on(monkeypatch, tmp_path):
     def choose(chip="m1"):
         platform = Platform(chips.parse(chip)[0], "emulator")
         monkeypatch.delenv("HUSKY_KERNELS", raising=False)
-        monkeypatch.setattr(graphs, "kernel_platform", lambda: platform)
+        monkeypatch.setattr(graphs, "kernel_platform", lambda tiles=None: platform)
         return path
 
     return choose

@@ -55,6 +55,7 @@ def test_signature_starts_with_mlx_lm_s_own():
         "max_context",
         "max_kv_size",
         "fallback",
+        "quant",
         "verbose",
         "warm",
     ]

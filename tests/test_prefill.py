@@ -30,7 +30,7 @@ def emulated(monkeypatch, tmp_path):
     platform = Platform(chips.parse("m1")[0], "emulator")
 
     def choose(written_out_from=None):
-        monkeypatch.setattr(graphs, "kernel_platform", lambda: platform)
+        monkeypatch.setattr(graphs, "kernel_platform", lambda tiles=None: platform)
         monkeypatch.setattr(graphs, "write_out_from", lambda chip, rows, bits: written_out_from)
         return path
 

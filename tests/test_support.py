@@ -48,7 +48,7 @@ def test_reference_says_why(tmp_path, capsys, monkeypatch):
         ({"model_type": "qwen2"}, ["model_type", "qwen2"]),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_type", "dynamic"]),
         ({"num_attention_heads": 3, "head_dim": 16}, ["num_attention_heads 3"]),
-        ({"quantization_config": {"quant_method": "awq"}}, ["quant_method", "awq"]),
+        ({"quantization_config": {"quant_method": "aqlm"}}, ["quant_method", "aqlm"]),
         ({"hidden_size": None}, ["hidden_size"]),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -15,13 +15,18 @@ from husky_mlx.matrix import Matrix
 from husky_mlx.policy import policy
 from husky_mlx.tiles import GemvShape, GemvTile
 
+# Operation, shape and bits of a product.
+TileKey = tuple[str, GemvShape, int]
+
 
 @dataclass(frozen=True)
 class Platform:
-    """Where kernels are launched: the chip for the policy, the backend for the launch."""
+    """Where kernels are launched: the chip for the policy, the backend for the launch, and
+    ``tiles`` that are taken instead of the policy's."""
 
     chip: Chip
     backend: str
+    tiles: Mapping[TileKey, GemvTile] = field(default_factory=dict, hash=False)
 
 
 def eps_bits(eps: float) -> int:
@@ -40,10 +45,12 @@ def normed(
 def gemv_tile(
     op: str, rows: int, matrix: Matrix, platform: Platform, norm: bool = False
 ) -> GemvTile:
-    """The policy's tile for ``rows`` rows of x against ``matrix``."""
+    """The tile for ``rows`` rows of x against ``matrix``: the platform's own, or the policy's."""
     shape = GemvShape(
         m=rows, n=matrix.rows, k=matrix.columns, norm=norm, itemsize=matrix.dtype.size
     )
+    if (chosen := platform.tiles.get((op, shape, matrix.bits))) is not None:
+        return chosen
     tile = policy(op, shape, matrix.bits, platform.chip)
     assert isinstance(tile, GemvTile)
     return tile

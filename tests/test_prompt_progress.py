@@ -8,7 +8,7 @@ import sys
 import pytest
 from tqdm import std
 
-from husky_mlx import progress
+from husky_mlx import prompt_progress
 
 
 class Terminal(io.StringIO):
@@ -27,7 +27,7 @@ def clock(monkeypatch):
 
 def read(clock, monkeypatch, stream, seconds):
     monkeypatch.setattr(sys, "stderr", stream)
-    report = progress.prompt_progress()
+    report = prompt_progress.prompt_progress()
     report(0, 8000)
     for done in (2000, 4000, 6000):
         clock[0] += seconds

@@ -1,0 +1,138 @@
+"""``husky compile --tune``: the tiles that are fastest on the GPU that is here.
+
+From the policy's tile of each product of a one-token step, one figure of it after the other is
+changed as long as that is faster. Every candidate is compared with MLX's operations first.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from husky_mlx.bench_ops import compare
+from husky_mlx.bench_ops_cases import Case, Cases
+from husky_mlx.bench_ops_timing import Chain, Stopwatch, launches_of
+from husky_mlx.chips import Chip
+from husky_mlx.errors import HuskyError
+from husky_mlx.launches import GROUP_OF_OP
+from husky_mlx.model import Model
+from husky_mlx.ops.gemv import Platform, TileKey
+from husky_mlx.policy import MAX_THREADS, THREADGROUP_BYTES, policy
+from husky_mlx.tile_table import HEAD
+from husky_mlx.tiles import GemvTile
+
+OPS = (*GROUP_OF_OP, HEAD)
+ROUNDS = 5
+# A candidate has to win by this much: less is noise.
+MARGIN = 0.97
+# Rows of a simdgroup; a tile of CUDA's matrix units has others, which stay.
+_ROWS = (2, 4, 8)
+_SIMDGROUPS = (2, 4, 8, 16)
+_UNROLLS = (1, 2, 4, 8)
+
+Measure = Callable[[Case], float]
+
+
+class _Chosen(dict[TileKey, GemvTile]):
+    """The tiles of a platform while one product of it is tuned: it learns which that is."""
+
+    def __init__(self, chip: Chip):
+        super().__init__()
+        self._chip = chip
+        self.key: TileKey | None = None
+        self.candidate: GemvTile | None = None
+
+    def get(self, key: TileKey, default: Any = None) -> GemvTile:
+        self.key = key
+        tile = self.candidate or policy(*key, self._chip)
+        assert isinstance(tile, GemvTile)
+        return tile
+
+
+def tune(
+    model: Model, chip: Chip, backend: str, measure: Measure | None = None
+) -> dict[TileKey, GemvTile]:
+    """The tiles that beat the policy's, by what they are for.
+
+    ``measure``: microseconds of a case's kernel; on the GPU, cold memory included, unless given.
+    """
+    measure = measure or _timer(backend)
+    chosen = _Chosen(chip)
+    cases = Cases(model, Platform(chip, backend, chosen), rows=1, contexts=())
+    found: dict[TileKey, GemvTile] = {}
+    for op in OPS:
+        for case in cases.of(op):
+            chosen.key = chosen.candidate = None
+            best = _microseconds(case, measure)
+            key = chosen.key
+            if best is None or key is None:
+                continue  # the self-test of the model says what is wrong with the kernel
+            tile = start = policy(*key, chip)
+            assert isinstance(tile, GemvTile)
+            for candidates in _figures(tile, key, chip):
+                for candidate in candidates(tile):
+                    chosen.candidate = candidate
+                    took = _microseconds(case, measure)
+                    if took is not None and took < MARGIN * best:
+                        best, tile = took, candidate
+            if tile != start:
+                found[key] = tile
+            mx.clear_cache()
+    return found
+
+
+def _microseconds(case: Case, measure: Measure) -> float | None:
+    """None for a tile that does not compile or gives other results."""
+    try:
+        compare(case)
+        return measure(case)
+    except (HuskyError, RuntimeError, ValueError):
+        return None
+
+
+def _timer(backend: str) -> Measure:
+    watch = Stopwatch()
+
+    def measure(case: Case) -> float:
+        compiled = backend != "emulator"
+        chain = Chain(case.op, case.ours, launches_of(case.bytes), watch, compiled)
+        return statistics.median(chain.microseconds() for _ in range(ROUNDS))
+
+    return measure
+
+
+def _figures(
+    tile: GemvTile, key: TileKey, chip: Chip
+) -> list[Callable[[GemvTile], Iterator[GemvTile]]]:
+    """One after the other: how K is split among how many simdgroups, the unrolling, the rows."""
+    shape = key[1]
+
+    def fits(candidate: GemvTile) -> bool:
+        return (
+            candidate.threadgroup[0] <= MAX_THREADS
+            and candidate.threadgroup_bytes(shape) <= THREADGROUP_BYTES[chip.target]
+            and shape.k % candidate.k_split == 0
+        )
+
+    def splits(now: GemvTile) -> Iterator[GemvTile]:
+        for simdgroups in _SIMDGROUPS:
+            for k_split in [split for split in _SIMDGROUPS if split <= simdgroups]:
+                yield replace(now, simdgroups=simdgroups, k_split=k_split)
+            yield replace(now, simdgroups=simdgroups, k_split=1)
+
+    def unrolls(now: GemvTile) -> Iterator[GemvTile]:
+        for unroll in _UNROLLS:
+            yield replace(now, unroll=unroll)
+
+    def rows(now: GemvTile) -> Iterator[GemvTile]:
+        for count in _ROWS if tile.rows in _ROWS else ():
+            yield replace(now, rows=count)
+
+    def fitting(figure: Callable[[GemvTile], Iterator[GemvTile]]) -> Any:
+        return lambda now: (each for each in figure(now) if each != now and fits(each))
+
+    return [fitting(figure) for figure in (splits, unrolls, rows)]

@@ -52,6 +52,7 @@ class Run:
 
 
 SHORT = "-p 4 -g 3 -n 1"
+FEW = "--length 16 --tokens 16 --calibrate calibration.txt"
 SHAPE = {"NAME": "smollm2-135m"}
 RUNS = {
     "husky demo": Run("decode ", "--max-tokens 8", real=True),
@@ -78,6 +79,23 @@ RUNS = {
     "husky bench --shape NAME -p 1024 -g 512 -n 5 --engines husky,mlx-lm,mlx-lm-loop": Run(
         "decode, tok/s", "-p 2 -g 2 -n 1 --engines husky", SHAPE
     ),
+    "husky convert --model mistralai/Mistral-7B-Instruct-v0.3 --output mistral.hky": Run(""),
+    "husky compile mistral.hky --target m3pro --quant 4bit": Run("predicted"),
+    'husky generate --model mistral.hky --prompt "Hello"': Run(
+        "Generation: 4 tokens", "--max-tokens 4"
+    ),
+    "husky eval --model smollm2 --recipes 4bit,4bit-uniform,auto --budget 4.5 "
+    "--rounding rtn,gptq": Run("KL", FEW),
+    "husky eval --model mistral.hky --compare mistral.hky/builds/m3pro-4bit --json found.json "
+    "--plot kl.png": Run("KL", "--length 16 --tokens 16 --no-speed"),
+    "husky eval --model smollm2 --tokens 512 --recipes 3bit-uniform,auto --rounding rtn,gptq,awq "
+    "--budget 3.5": Run("KL", f"{FEW} --rounding rtn"),
+    "husky eval --model smollm2 --tokens 512 --recipes 4bit-uniform,auto --rounding rtn,gptq,awq "
+    "--budget 4.45 --group-size 128": Run("KL", f"{FEW} --rounding rtn"),
+    'husky cache-prompt --model smollm2 --prompt "$(cat README.md)" '
+    "--prompt-cache-file readme.safetensors": Run("", instead={"$(cat README.md)": "A text."}),
+    "husky generate --model smollm2 --prompt-cache-file readme.safetensors "
+    '--prompt "What is it?"': Run("Generation: 4 tokens", "--max-tokens 4"),
 }
 BY_CI = "makes an environment: .ci/run does the same"
 GPU = "needs a GPU: test_bench_ops.py runs it in the emulator"
@@ -182,6 +200,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("readme")
     write_fix_b(folder / "my-model")
     write_fix_b(folder / "my-mistral", model_type="mistral")
+    (folder / "calibration.txt").write_text(README[:40])
     return folder
 
 

@@ -70,7 +70,7 @@ RUNS = {
     "husky bench --model smollm2": Run("decode, tok/s", SHORT),
     "husky bench --model smollm2 --json": Run('"decode_tps"', f"{SHORT} --engines husky"),
     "husky bench --model smollm2 -p 512 -g 128 -n 5 --engines husky,mlx-lm,llama.cpp": Run(
-        "husky / mlx-lm", f"{SHORT} --engines husky,mlx-lm"
+        "decode, tok/s", f"{SHORT} --engines husky"
     ),
     "husky bench -b 1,2,4,8": Run("8 sequences", f"{SHORT} --model smollm2"),
     "husky bench --predict m1,m4max --shape llama-3.1-8b": Run("PREDICTED"),
@@ -85,7 +85,7 @@ RUNS = {
         "Generation: 4 tokens", "--max-tokens 4"
     ),
     "husky eval --model smollm2 --recipes 4bit,4bit-uniform,auto --budget 4.5 "
-    "--rounding rtn,gptq": Run("KL", FEW),
+    "--rounding rtn,gptq": Run("KL", f"{FEW} --recipes 4bit"),
     "husky eval --model mistral.hky --compare mistral.hky/builds/m3pro-4bit --json found.json "
     "--plot kl.png": Run("KL", "--length 16 --tokens 16 --no-speed"),
     "husky eval --model smollm2 --tokens 512 --recipes 3bit-uniform,auto --rounding rtn,gptq,awq "
@@ -196,7 +196,7 @@ def smollm2() -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Where commands run, one after another: some read what others wrote."""
+    """Where commands run, in README.md's order: some read what others wrote."""
     folder = tmp_path_factory.mktemp("readme")
     write_fix_b(folder / "my-model")
     write_fix_b(folder / "my-mistral", model_type="mistral")
@@ -251,6 +251,7 @@ def models_served(argv: list[str]) -> list[str]:
         server.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
 def test_python_runs(number, smollm2, monkeypatch):
     """On SmolLM2; the comment on the last line of a block is what that line prints."""

@@ -85,6 +85,11 @@ class KVCache(CacheBuffers, stock.KVCache):
         self.allow_writing(slot[0], dtype)
         return slot
 
+    def has_room_for(self, padded: int) -> bool:
+        """Whether ``padded`` rows, of which some are padding, fit without growing for them."""
+        rows = self.offset + padded
+        return rows <= (self.capacity() or self.limit or rows)
+
     def begin_step(self, tokens: int = 1) -> tuple[int, int]:
         """Make room for ``tokens`` more: the slot of the first and the live rows with it."""
         check_limit(self.offset + tokens, self.limit)

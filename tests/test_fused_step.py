@@ -20,13 +20,13 @@ from husky_mlx import (
     buffers,
     chips,
     device,
+    differences,
     emulator,
     frozen,
     graphs,
     kernel_source,
     kernels,
     loading,
-    selftest,
     verdicts,
 )
 from husky_mlx.cache import BatchKVCache, RotatingKVCache
@@ -402,8 +402,8 @@ def test_a_self_test_passes_once_and_is_remembered(tested_on, monkeypatch):
     def again(*arguments):
         raise AssertionError("tested twice")
 
-    monkeypatch.setattr(selftest.SelfTest, "_difference", again)
-    monkeypatch.setattr(selftest.SelfTest, "_prompt_difference", again)
+    monkeypatch.setattr(differences.Differences, "_difference", again)
+    monkeypatch.setattr(differences.Differences, "_prompt_difference", again)
     assert decode(build_model(FIX_A, dict(weights)), PROMPT, 4)[0] == tokens
 
 

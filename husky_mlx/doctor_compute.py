@@ -27,7 +27,9 @@ from husky_mlx.pack import pack
 from husky_mlx.selftest import SelfTest
 
 # hidden, layers, heads, key/value heads, head_dim, MLP width, vocabulary
-CONFIG = shapes._llama(*(256, 2, 4, 2, 64, 512, 512), tied=False, context=512, rope_theta=10000.0)
+CONFIG = shapes.llama_config(
+    *(256, 2, 4, 2, 64, 512, 512), tied=False, context=512, rope_theta=10000.0
+)
 # Bits, group size and dtype of the weights that the kernels are run on.
 FORMATS = ((4, 64, "bfloat16"), (8, 64, "float16"), (16, 64, "float16"))
 CONTEXT = 300  # rows that attention sees: more than one block of any tile

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from husky_mlx.buffers import next_capacity
+from husky_mlx.buffers import first_capacity
 from husky_mlx.cache import quantized_group_size
 from husky_mlx.config import LlamaConfig
 from husky_mlx.structure import expected_shapes
@@ -78,16 +78,18 @@ class Footprint:
 
     def allocated_cache_bytes(self, tokens: int) -> int:
         """The same with the spare rows that the buffers are allocated with on a GPU."""
-        return self.cache_bytes(next_capacity(0, tokens + 1))
+        return self.cache_bytes(first_capacity(tokens))
 
     def decode_bytes(self, context: int) -> int:
         """Bytes that one decode step moves at least, with ``context`` tokens in the cache."""
         return self.read_bytes() + self.cache_bytes(context)
 
     def prompt_bytes(self, tokens: int) -> int:
-        """Bytes that a prompt moves at least: the weights once a chunk, the cache once."""
+        """Bytes that a prompt moves at least: the layers once a chunk, the head, which only the
+        last token asks for, and the cache once."""
         chunks = math.ceil(tokens / PROMPT_CHUNK)
-        return self.read_bytes() * chunks + self.cache_bytes(tokens)
+        layers = sum(size for path, size in self.tensors.items() if ".layers." in path)
+        return layers * (chunks - 1) + self.read_bytes() + self.cache_bytes(tokens)
 
     def prompt_operations(self, tokens: int) -> int:
         """Multiplications and additions of a prompt: every matrix for each token, the head for the

@@ -117,7 +117,8 @@ def load_model(specification: dict) -> tuple[nn.Module, Any, dict]:
         loaded = (
             mlx_lm.load(str(source), return_config=True)
             if stock_reads_it
-            else load(str(source), return_config=True, backend=backend)
+            # Ours would run prompts while it loads, and mlx-lm's first token is a cold one.
+            else load(str(source), return_config=True, backend=backend, warm=False)
         )
     model, tokenizer, config = loaded
     if (backend == "mlx") == type(model).__module__.startswith("husky_mlx"):

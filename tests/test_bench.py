@@ -39,7 +39,7 @@ from husky_mlx import (
 from husky_mlx.errors import HuskyError
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = shapes._llama(*(64, 3, 4, 2, 16, 96, 160), tied=True, context=512, rope_theta=10000.0)
+TINY = shapes.llama_config(*(64, 3, 4, 2, 16, 96, 160), tied=True, context=512, rope_theta=10000.0)
 SETTINGS = {
     "model": "tiny",
     "config": TINY,

@@ -513,6 +513,19 @@ def test_engines_take_a_folder_and_do_not_stop_at_its_end_token(folder):
         assert done["generation_tokens"] == 40
 
 
+def test_a_cold_first_token_is_one(folder, monkeypatch):
+    """A load that ran prompts would hide what mlx-lm's first token has to wait for."""
+    asked = []
+
+    def load(name, **options):
+        asked.append(options["warm"])
+        return loading.load(name, **options)
+
+    monkeypatch.setattr(bench_engine, "load", load)
+    serve([], backend="husky", loop="husky", config=None, model=folder)
+    assert asked == [False]
+
+
 def test_our_model_is_never_timed_as_mlx_lms(folder, monkeypatch):
     ours = loading.load(folder, backend="husky", return_config=True)
     monkeypatch.setattr(bench_engine.mlx_lm, "load", lambda *names, **options: ours)

@@ -145,9 +145,8 @@ def unquantize(model: nn.Module, dtype: mx.Dtype) -> None:
 
 
 def _build_shape(specification: dict) -> tuple[nn.Module, Any, dict]:
-    config, bits, group_size = (specification[key] for key in ("config", "bits", "group_size"))
-    if bits < 16:
-        config["quantization"] = {"group_size": group_size, "bits": bits}
+    bits, group_size = specification["bits"], specification["group_size"]
+    config = shapes.quantized(specification["config"], bits, group_size)
     dtype = getattr(mx, specification["dtype"])
     weights = shapes.random_weights(config, bits, group_size, dtype, specification["seed"])
     model = build_model(config, weights, backend=specification["backend"])

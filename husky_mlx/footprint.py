@@ -19,6 +19,7 @@ from husky_mlx.structure import expected_shapes
 # Tokens that mlx-lm and we give to the model at once in a prompt (mlx_lm.generate.generate_step).
 PROMPT_CHUNK = 2048
 KV_GROUP_SIZE = 64  # mlx-lm's default
+DEFAULT_CONTEXT = 8192
 _PARTS = {
     "embed_tokens": "embedding",
     "self_attn": "attention",
@@ -59,6 +60,10 @@ class Footprint:
         which it reads a row."""
         table = sum(size for path, size in self.tensors.items() if part_of(path) == "embedding")
         return self.weight_bytes() - (0 if self.config.tie_word_embeddings else table)
+
+    def usual_context(self) -> int:
+        """Tokens to count with where nobody says: as many as it is trained for, up to 8192."""
+        return min(DEFAULT_CONTEXT, self.config.max_position_embeddings or DEFAULT_CONTEXT)
 
     def cache_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of ``tokens`` tokens, those in windows only once."""

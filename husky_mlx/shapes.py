@@ -107,6 +107,13 @@ def shape_config(name: str) -> dict:
     return copy.deepcopy(_CONFIGS[name])
 
 
+def quantized(config: dict, bits: int, group_size: int) -> dict:
+    """A copy of a ``config.json`` that says so many bits, in MLX's affine layout; 16: as it is."""
+    if bits == 16:
+        return dict(config)
+    return {**config, "quantization": {"group_size": group_size, "bits": bits}}
+
+
 def parameter_shapes(config: dict) -> dict[str, tuple[int, ...]]:
     """mlx-lm's parameter names with their unquantised shapes, (outputs, inputs)."""
     return expected_shapes(LlamaConfig.from_dict(config))

@@ -34,10 +34,13 @@ from husky_mlx import (
     paths,
     records,
 )
+from husky_mlx.config import LlamaConfig
 from husky_mlx.doctor_report import FAIL, OK, WARN, findings
 from husky_mlx.dropin import DropIn
+from husky_mlx.footprint import footprint
 from husky_mlx.native import NativeError, compiler
 from husky_mlx.ops.gemv import Platform
+from husky_mlx.roofline import needed
 
 
 def one(check, state=None):
@@ -248,6 +251,14 @@ def test_a_model_that_does_not_fit_is_found(tmp_path, monkeypatch):
     folder = write_folder(tmp_path / "model")
     monkeypatch.setattr(doctor_model, "memory_limit", lambda: 1000)
     assert "husky plan" in one(lambda: doctor_model.model_checks(str(folder)), FAIL).advice
+    # The weights alone would fit, what a reply needs beside them does not.
+    raw = doctor_model.checkpoint.read_config(folder)
+    size = footprint(LlamaConfig.from_dict(raw), raw)
+    monkeypatch.setattr(doctor_model, "memory_limit", lambda: needed(size, 300))
+    found = doctor_model._fits("model", folder)
+    assert (found.state, "tokens fit" in found.found) == (WARN, True)
+    monkeypatch.setattr(doctor_model, "memory_limit", lambda: needed(size, 512))
+    assert doctor_model._fits("model", folder).state == OK
 
 
 # 8: unknown chip
@@ -341,6 +352,26 @@ def test_a_slow_memory_is_found(monkeypatch):
         monkeypatch.setattr(doctor_machine, "copy_bandwidth", lambda speed=speed: speed)
         found = one(doctor_machine.bandwidth)
         assert (found.state, "of 400 on the data sheet" in found.found) == (state, True)
+
+
+def test_a_stand_ins_figures_are_not_called_the_data_sheets(monkeypatch):
+    info = {"device_name": "NVIDIA GeForce RTX 3080", "architecture": "sm_86"}
+    stand_in = chips.detect(info)
+    monkeypatch.setattr(doctor_machine.device, "target", lambda: "cuda")
+    monkeypatch.setattr(doctor_machine.chips, "detect", lambda: stand_in)
+    monkeypatch.setattr(doctor_machine, "copy_bandwidth", lambda: 20.0)
+    found = one(doctor_machine.bandwidth)
+    assert (found.state, found.found) == (OK, "20 GB/s copying")
+    assert "those of a small chip stand in" in one(doctor_machine.chip, WARN).found
+
+
+def test_a_gpus_memory_is_not_part_of_the_hosts(monkeypatch):
+    memory = SimpleNamespace(total=64_000_000_000, available=10_000_000_000)
+    monkeypatch.setattr(doctor_machine.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(doctor_machine, "memory_limit", lambda: 24_000_000_000)
+    monkeypatch.setattr(doctor_machine.device, "target", lambda: "cuda")
+    found = one(doctor_machine.memory).found
+    assert found == "the GPU has 24,000 MB; the host 64,000 MB, 10,000 MB available now"
 
 
 def test_a_check_that_breaks_is_a_finding_and_the_others_run():

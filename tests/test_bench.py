@@ -84,6 +84,7 @@ number = 0
 for line in sys.stdin:
     request = json.loads(line)
     if "tokenize" in request:
+        note(request)
         reply({"tokens": list(range(7, 7 + len(open(request["tokenize"]).read().split())))})
         continue
     number += 1
@@ -840,6 +841,17 @@ def test_a_prompt_file_is_read_by_the_model_and_cut(fake_engines, tmp_path, monk
     monkeypatch.setattr(sys, "argv", ["bench", "--prompt-file", str(tmp_path / "none")])
     assert bench.main() == 1
     assert "no such file" in capsys.readouterr().err
+
+
+def test_llama_cpp_is_not_asked_to_read_the_prompt_file(fake_engines, tmp_path):
+    log = fake_engines()
+    text = tmp_path / "text"
+    text.write_text("one two", encoding="utf-8")
+    settings = SETTINGS | {"prompt_file": str(text), "prompt_tokens": None, "num_trials": 1}
+    bench_run.compare(["llama.cpp", "husky"], settings)
+    assert [entry["name"] for entry in log() if "tokenize" in entry] == ["husky"]
+    with pytest.raises(HuskyError, match=r"--prompt-file needs an engine besides llama\.cpp"):
+        bench_run.compare(["llama.cpp"], settings)
 
 
 def test_bytes_a_token_and_percent_of_the_copy_by_hand(fake_engines):

@@ -117,7 +117,7 @@ def _cells(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
         *(f"{speed:.1f}" for speed in decode),
         *ratio,
         *(
-            "unknown" if each["prompt_seconds"] is None else f"{each['prompt_seconds']:.2f}"
+            "not known" if each["prompt_seconds"] is None else f"{each['prompt_seconds']:.2f}"
             for each in roofs
         ),
         *(f"{each['needed'] / 1e6:,.0f}{' *' if each['fits'] is False else ''}" for each in roofs),

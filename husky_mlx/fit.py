@@ -214,8 +214,9 @@ def print_fit(fit: Fit) -> None:
             f"{predicted.prompt_seconds:.2f} s at its peak for {fit.context:,} tokens, bound by "
             f"{predicted.prompt_bound}"
         )
+    whose = "a small GPU of this kind " if chip.stand_in else ""
     decode = (
-        f"at most {predicted.decode_tps:.1f} tok/s with {fit.context:,} tokens in the cache "
-        f"({megabytes(predicted.decode_bytes)} a token)"
+        f"{whose}at most {predicted.decode_tps:.1f} tok/s with {fit.context:,} tokens in the "
+        f"cache ({megabytes(predicted.decode_bytes)} a token)"
     )
     print(table({"decode": decode, "prefill": prefill}))

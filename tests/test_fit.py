@@ -111,6 +111,11 @@ def test_arithmetic_that_nobody_published_is_no_roof(capsys):
     assert "the chip's arithmetic is not known" in capsys.readouterr().out
 
 
+def test_the_roof_of_a_stand_in_is_said_to_be_its_own(capsys):
+    cli.main(["plan", "llama-3.2-1b", "--target", "sm_86", "--memory", "10gb"])
+    assert "a small GPU of this kind at most" in capsys.readouterr().out
+
+
 def test_only_the_config_is_fetched(tmp_path, monkeypatch):
     asked = []
 

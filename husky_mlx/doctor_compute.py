@@ -25,6 +25,7 @@ from husky_mlx.metal_text import kernel_folder
 from husky_mlx.model import Model
 from husky_mlx.ops.gemv import Platform
 from husky_mlx.pack import pack
+from husky_mlx.policy import short_prompts
 from husky_mlx.selftest import SelfTest
 
 # hidden, layers, heads, key/value heads, head_dim, MLP width, vocabulary
@@ -92,10 +93,12 @@ def _steps(model: Model, platform: Platform) -> Iterator[Finding]:
         raise ValueError(f"the built-in model takes no kernels: {made}")
     twin = StepGraph(model.args, weights, copy.copy(model.plan))
     test = SelfTest(model.args, made, twin, platform)
+    lengths = short_prompts(platform.chip, made.embedding.dtype.size)
     for name, problem in (
         ("decode step", test.problem(1, False)),
         ("decode, 2 rows", test.problem(2, True)),
         ("prompts", test.prompt_problem()),
+        *([("short prompts", test.short_prompt_problem(lengths))] if lengths else []),
     ):
         yield ok(name, "as plain MLX operations") if problem is None else fail(name, problem, OFF)
 

@@ -117,7 +117,8 @@ def load_model(specification: dict) -> tuple[nn.Module, Any, dict]:
         loaded = (
             mlx_lm.load(str(source), return_config=True)
             if stock_reads_it
-            else load(str(source), return_config=True, backend=backend)
+            # Ours would run prompts while it loads, and mlx-lm's first token is a cold one.
+            else load(str(source), return_config=True, backend=backend, warm=False)
         )
     model, tokenizer, config = loaded
     if (backend == "mlx") == type(model).__module__.startswith("husky_mlx"):
@@ -144,9 +145,8 @@ def unquantize(model: nn.Module, dtype: mx.Dtype) -> None:
 
 
 def _build_shape(specification: dict) -> tuple[nn.Module, Any, dict]:
-    config, bits, group_size = (specification[key] for key in ("config", "bits", "group_size"))
-    if bits < 16:
-        config["quantization"] = {"group_size": group_size, "bits": bits}
+    bits, group_size = specification["bits"], specification["group_size"]
+    config = shapes.quantized(specification["config"], bits, group_size)
     dtype = getattr(mx, specification["dtype"])
     weights = shapes.random_weights(config, bits, group_size, dtype, specification["seed"])
     model = build_model(config, weights, backend=specification["backend"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import subprocess
 import sys
 import time
 from collections.abc import Iterable
@@ -57,8 +56,7 @@ def power_source() -> str:
 
 def _processor() -> str:
     if sys.platform == "darwin":
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        return device.sysctl("machdep.cpu.brand_string") or platform.machine()
     cpu_info = Path("/proc/cpuinfo")
     if cpu_info.exists():
         for line in cpu_info.read_text().splitlines():

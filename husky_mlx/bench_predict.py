@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from husky_mlx import chips
+from husky_mlx import chips, shapes
 from husky_mlx.bench_table import print_rows
 from husky_mlx.chips import Chip
 from husky_mlx.config import LlamaConfig
@@ -62,9 +62,7 @@ def _config(settings: Mapping[str, Any]) -> tuple[dict[str, Any], LlamaConfig]:
         if config is None:
             raise HuskyError(f"{settings['model']}: {'; '.join(verdict.reasons)}")
         return raw, config
-    if settings["bits"] < 16:
-        quantization = {"bits": settings["bits"], "group_size": settings["group_size"]}
-        raw = {**raw, "quantization": quantization}
+    raw = shapes.quantized(raw, settings["bits"], settings["group_size"])
     return {**raw, "torch_dtype": settings["dtype"]}, LlamaConfig.from_dict(raw)
 
 
@@ -119,7 +117,7 @@ def _cells(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:
         *(f"{speed:.1f}" for speed in decode),
         *ratio,
         *(
-            "unknown" if each["prompt_seconds"] is None else f"{each['prompt_seconds']:.2f}"
+            "not known" if each["prompt_seconds"] is None else f"{each['prompt_seconds']:.2f}"
             for each in roofs
         ),
         *(f"{each['needed'] / 1e6:,.0f}{' *' if each['fits'] is False else ''}" for each in roofs),

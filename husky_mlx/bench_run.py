@@ -197,7 +197,12 @@ def _prepare(
     }
     sequences = max(done["batch"])
     if settings["prompt_file"]:
-        tokens = engines[first].ask({"tokenize": settings["prompt_file"]})["tokens"]
+        reader = next((name for name in engines if ENGINES[name].backend != LLAMA_CPP), None)
+        if reader is None:
+            raise HuskyError(
+                f"--prompt-file needs an engine besides {LLAMA_CPP}, whose tokenizer reads it"
+            )
+        tokens = engines[reader].ask({"tokenize": settings["prompt_file"]})["tokens"]
         done["prompt_tokens"] = settings["prompt_tokens"] or [len(tokens)]
         if max(done["prompt_tokens"]) > len(tokens):
             raise HuskyError(

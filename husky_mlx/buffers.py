@@ -26,14 +26,22 @@ from husky_mlx.places import NextPlace
 def next_capacity(current: int, needed: int, limit: int | None = None, step: int = 256) -> int:
     """Rows to allocate so that ``needed`` fit: ``step`` more, or an eighth more where that is more.
 
-    A first allocation is what the prompt needs, rounded up to ``step``. 256 is mlx-lm's own growth.
-    ``limit`` caps the result but never below ``needed``.
+    256 is mlx-lm's own growth. ``limit`` caps the result but never below ``needed``.
     """
     if needed <= current:
         return current
     grown = current + current // 8 // step * step
     target = max(-(-needed // step) * step, grown)
     return max(needed, target if limit is None else min(target, limit))
+
+
+def first_capacity(rows: int, limit: int | None = None, step: int = 256) -> int:
+    """Rows of the first buffers for ``rows`` tokens: one to spare where ``limit`` allows it.
+
+    A reply's first token would otherwise ask for a growth, and so for a copy.
+    """
+    spare = rows + 1 if limit is None else max(rows, min(rows + 1, limit))
+    return next_capacity(0, spare, limit, step)
 
 
 def check_limit(rows: int, limit: int | None) -> None:
@@ -144,6 +152,8 @@ class CacheBuffers:
 
     def next_capacity(self, rows: int, limit: int | None = None) -> int:
         """What ``rows`` rows make of the present capacity on this device."""
+        if self._keys is None:
+            return first_capacity(rows, limit, growth_step())
         return next_capacity(self.capacity(), rows, limit, growth_step())
 
     def make_room(self, keys: mx.array, values: mx.array, used: int) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as stock
 
-from husky_mlx.buffers import CacheBuffers, check_layout, check_limit, handles, next_capacity
-from husky_mlx.device import growth_step
+from husky_mlx.buffers import CacheBuffers, check_layout, check_limit, handles
 from husky_mlx.memory import memory_left, require_memory
 from husky_mlx.structure import AFFINE_BITS, AFFINE_GROUP_SIZES
 
@@ -65,11 +64,7 @@ class KVCache(CacheBuffers, stock.KVCache):
     def allocate(self, tokens: int, kv_heads: int, head_dim: int, dtype: mx.Dtype) -> None:
         """First buffers for ``tokens`` tokens of one sequence, or for as many as are expected."""
         check_limit(tokens, self.limit)
-        capacity = self.next_capacity(max(tokens, self.expected), self.limit)
-        if self.limit is None or capacity < self.limit:
-            # The growth that the reply's first token would ask for, without its copy.
-            capacity = next_capacity(capacity, capacity + 1, self.limit, growth_step())
-        shape = (1, kv_heads, capacity, head_dim)
+        shape = (1, kv_heads, self.capacity_for(tokens), head_dim)
         # A broadcast row is seen from everywhere until something copies it.
         row = _zero_row(head_dim, dtype)
         self._take(mx.contiguous(mx.broadcast_to(row, shape)) for _ in range(2))
@@ -84,6 +79,11 @@ class KVCache(CacheBuffers, stock.KVCache):
         slot = self.begin_step(tokens)
         self.allow_writing(slot[0], dtype)
         return slot
+
+    def has_room_for(self, padded: int) -> bool:
+        """Whether ``padded`` rows, of which some are padding, fit without growing for them."""
+        rows = self.offset + padded
+        return rows <= (self.capacity() or self.limit or rows)
 
     def begin_step(self, tokens: int = 1) -> tuple[int, int]:
         """Make room for ``tokens`` more: the slot of the first and the live rows with it."""

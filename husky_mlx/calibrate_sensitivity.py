@@ -49,8 +49,9 @@ def auto(
     """Path -> spec of least expected divergence at no more than ``budget_bpw``.
 
     Projections that share an input and are stored alike get one spec, as the fused kernels need.
-    ``method`` is the rounding that divergence is measured with; "awq" counts as "rtn". ``tokens``:
-    (sequences, length) of calibration text. ValueError for a budget that no choice meets.
+    ``method`` is the rounding that divergence is measured with; a group alone takes "rtn" for
+    "awq". ``tokens``: (sequences, length) of calibration text. ValueError for a budget that no
+    choice meets.
     """
     free: Sensitivity = {t.path: dict.fromkeys(candidates(t, group_size), 0.0) for t in tensors}
     allocate(tensors, free, budget_bpw)  # refuses a budget that is too small before the long part

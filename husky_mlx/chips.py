@@ -13,9 +13,7 @@ for them; for a GPU that is not named, a small one of its compute capability sta
 
 TFLOPS of Apple's GPUs: 128 fused multiply-adds a core and cycle, at the clock that Apple's own
 TFLOPS give, 2.6 for M1's 8 cores (2020/11/apple-unleashes-m1) and 3.6 for M2's 10 (2022/06). Of
-later chips none were published: they take M2's clock, which is less than they have. The matrix
-units of M5's cores are "over 4x" M4's peak (2025/10/apple-unleashes-m5). NVIDIA's are the data
-sheets' dense 16-bit ones.
+later chips none were published. NVIDIA's are the data sheets' dense 16-bit ones.
 """
 
 from __future__ import annotations
@@ -31,7 +29,9 @@ import mlx.core as mx
 class Chip:
     """One GPU. ``bandwidth`` in GB/s (10^9), ``memory`` in GB, the sizes that it is sold with.
 
-    ``tflops``: 10^12 operations a second in 16-bit matrix products, 0 where none are known.
+    ``tflops``: 10^12 operations a second in 16-bit matrix products, None where none are known.
+
+    ``stand_in``: cores and bandwidth are those of a smaller GPU, the tables have none of this one.
 
     ``generation`` is Apple's GPU generation (13 to 18) or CUDA's compute capability (80 to 121); 0
     means unknown. ``cores`` are Apple's GPU cores or NVIDIA's multiprocessors.
@@ -43,19 +43,21 @@ class Chip:
     cores: int
     bandwidth: float
     memory: tuple[int, ...] = ()
-    tflops: float = 0.0
+    tflops: float | None = None
+    stand_in: bool = False
 
 
 # Apple's GPU generation -> GFLOPS a core: 256 operations a cycle.
-_GFLOPS_A_CORE = {13: 325.0, 14: 360.0, 15: 360.0, 16: 360.0, 17: 1440.0, 18: 1440.0}
-# A GPU of generation 17 without matrix units.
-_NO_MATRIX_UNITS = "a18pro"
+_GFLOPS_A_CORE = {13: 325.0, 14: 360.0}
 
 
 def _apple(name: str, generation: int, *bins: tuple[int, float, tuple[int, ...]]) -> list[Chip]:
-    gflops = _GFLOPS_A_CORE[16 if name == _NO_MATRIX_UNITS else generation]
+    gflops = _GFLOPS_A_CORE.get(generation)
     return [
-        Chip(name, "metal", generation, cores, bandwidth, memory, cores * gflops / 1000)
+        Chip(
+            *(name, "metal", generation, cores, bandwidth, memory),
+            tflops=None if gflops is None else cores * gflops / 1000,
+        )
         for cores, bandwidth, memory in bins
     ]
 
@@ -106,36 +108,37 @@ _APPLE: dict[str, list[Chip]] = {
     )
 }
 
-# Compute capability -> multiprocessors, GB/s and TFLOPS (0: not known) of a small GPU that has it.
-_CUDA: dict[int, tuple[int, float, float]] = {
+# Compute capability -> multiprocessors, GB/s and TFLOPS of a small GPU that has it.
+_CUDA: dict[int, tuple[int, float, float | None]] = {
     80: (56, 933, 165),  # A30
-    86: (18, 168, 0),  # RTX 3050 of 6 GB
-    87: (16, 205, 0),  # Jetson AGX Orin
-    89: (24, 272, 0),  # RTX 4060
+    86: (18, 168, None),  # RTX 3050 of 6 GB
+    87: (16, 205, None),  # Jetson AGX Orin
+    89: (24, 272, None),  # RTX 4060
     90: (114, 2000, 756),  # H100 PCIe
     100: (148, 8000, 2250),  # B200
-    103: (148, 8000, 0),  # B300; its chip has 160
-    110: (20, 273, 0),  # Jetson Thor
-    120: (20, 320, 0),  # RTX 5050
-    121: (48, 273, 0),  # GB10
+    103: (148, 8000, None),  # B300; its chip has 160
+    110: (20, 273, None),  # Jetson Thor
+    120: (20, 320, None),  # RTX 5050
+    121: (48, 273, None),  # GB10
 }
 
-# A part of the device's name -> multiprocessors, GB/s, GB, TFLOPS.
+# The device's name, as CUDA reports it -> multiprocessors, GB/s, GB, TFLOPS.
 _NVIDIA: dict[str, tuple[int, float, tuple[int, ...], float]] = {
-    "A100-PCIE-40GB": (108, 1555, (40,), 312),
-    "A100-SXM4-40GB": (108, 1555, (40,), 312),
-    "A100 80GB PCIe": (108, 1935, (80,), 312),
-    "A100-SXM4-80GB": (108, 2039, (80,), 312),
-    "RTX 3090": (82, 936, (24,), 71),
-    "RTX 4090": (128, 1008, (24,), 165),
-    "L40S": (142, 864, (48,), 362),
-    "H100 80GB HBM3": (132, 3350, (80,), 989),
+    "NVIDIA A100-PCIE-40GB": (108, 1555, (40,), 312),
+    "NVIDIA A100-SXM4-40GB": (108, 1555, (40,), 312),
+    "NVIDIA A100 80GB PCIe": (108, 1935, (80,), 312),
+    "NVIDIA A100-SXM4-80GB": (108, 2039, (80,), 312),
+    "NVIDIA GeForce RTX 3090": (82, 936, (24,), 71),
+    "NVIDIA GeForce RTX 4090": (128, 1008, (24,), 165),
+    "NVIDIA L40S": (142, 864, (48,), 362),
+    "NVIDIA H100 80GB HBM3": (132, 3350, (80,), 989),
     "NVIDIA H200": (132, 4800, (141,), 989),
-    "RTX 5090": (170, 1792, (32,), 209),
+    "NVIDIA GeForce RTX 5090": (170, 1792, (32,), 209),
 }
 
 # The smallest Mac, a MacBook Neo: what suits it asks too much of nothing newer.
-UNKNOWN = Chip("unknown", "unknown", 0, 5, 60)
+UNKNOWN = Chip("unknown", "unknown", 0, 5, 60, stand_in=True)
+_GIB = 1 << 30
 
 
 def names() -> list[str]:
@@ -156,14 +159,21 @@ def parse(text: str, memory: int | None = None) -> tuple[Chip, str | None]:
         return _bin(found[1], None if found[2] is None else int(found[2]), memory)
     capability = re.fullmatch(r"sm(\d+)a?", key)
     if capability and int(capability[1]) in _CUDA:
-        return with_memory(_cuda(int(capability[1])), memory), None
+        return _sized(_cuda(int(capability[1])), memory), None
     raise ValueError(
         f"unknown chip {text!r}; known: {', '.join(_APPLE)} (with -40c, say, for 40 GPU cores), "
         f"{', '.join(f'sm_{number}' for number in _CUDA)}"
     )
 
 
-def with_memory(chip: Chip, memory: int | None) -> Chip:
+def with_memory(chip: Chip, memory: int) -> tuple[Chip, str | None]:
+    """The chip as ``parse`` gives it for its name and ``memory`` GB, and the note."""
+    if chip.name in _APPLE:
+        return _bin(chip.name, None, memory)
+    return _sized(chip, memory), None
+
+
+def _sized(chip: Chip, memory: int | None) -> Chip:
     """The chip with ``memory`` GB as its only size; as it is for None."""
     return chip if memory is None else replace(chip, memory=(memory,))
 
@@ -183,7 +193,7 @@ def _bin(name: str, cores: int | None, memory: int | None) -> tuple[Chip, str | 
         raise ValueError(f"chip {name!r}: none has {cores} GPU cores; known: {offered}")
     if memory is not None:
         sold = sorted({size for chip in bins for size in chip.memory})
-        bins = [with_memory(chip, memory) for chip in bins if memory in chip.memory]
+        bins = [_sized(chip, memory) for chip in bins if memory in chip.memory]
         if not bins:
             raise ValueError(
                 f"chip {name!r}: none has {memory} GB of memory"
@@ -200,22 +210,43 @@ def _bin(name: str, cores: int | None, memory: int | None) -> tuple[Chip, str | 
 
 
 def detect(info: Mapping[str, str | int] | None = None) -> Chip:
-    """The chip that MLX's ``device_info`` describes (asked for now if ``info`` is None).
+    """The chip that MLX's ``device_info`` describes (asked for now if ``info`` is None)."""
+    return identify(info)[0]
 
-    MLX reports no GPU core count, so that a Mac's chip is its lowest bin. A newer chip than these
-    tables know keeps its generation and gets the figures of ``UNKNOWN``.
+
+def identify(info: Mapping[str, str | int] | None = None) -> tuple[Chip, str | None]:
+    """The same, and a note on what had to be assumed.
+
+    MLX reports no GPU core count: a Mac's chip is the lowest bin that is sold with its memory. A
+    newer chip than these tables know keeps its generation and gets the figures of ``UNKNOWN``.
     """
     info = mx.device_info() if info is None else info
     name, architecture = str(info.get("device_name", "")), str(info.get("architecture", ""))
-    apple = re.fullmatch(r"applegpu_g(\d+)[a-z]?", architecture)
-    if apple:
-        key = re.sub(r"\s", "", name.lower()).removeprefix("apple")
-        generation = int(apple[1])
-        if key in _APPLE and _APPLE[key][0].generation == generation:
-            return _APPLE[key][0]
-        return Chip(name or architecture, "metal", generation, UNKNOWN.cores, UNKNOWN.bandwidth)
+    size = int(info.get("memory_size") or info.get("total_memory") or 0)
+    memory = round(size / _GIB) or None
+    if apple := re.fullmatch(r"applegpu_g(\d+)[a-z]?", architecture):
+        return _mac(name or architecture, int(apple[1]), memory)
     capability = _capability(info, architecture)
-    return UNKNOWN if capability is None else _cuda(capability, name)
+    if capability is None:
+        return UNKNOWN, None
+    chip = _cuda(capability, name)
+    if not chip.stand_in:
+        return chip, None
+    note = f"{name or chip.name} is not in the tables: a small GPU of {chip.name} stands in"
+    return _sized(chip, memory), note
+
+
+def _mac(name: str, generation: int, memory: int | None) -> tuple[Chip, str | None]:
+    bins = _APPLE.get(re.sub(r"\s", "", name.lower()).removeprefix("apple"), [])
+    if not bins or bins[0].generation != generation:
+        chip = replace(UNKNOWN, name=name, target="metal", generation=generation)
+        unknown = f"{name} is not in the tables: the figures of the smallest Mac stand in"
+        return _sized(chip, memory), unknown
+    if any(memory in chip.memory for chip in bins):
+        return _bin(bins[0].name, None, memory)
+    chip, note = _bin(bins[0].name, None, None)
+    guessed = len({chip.bandwidth for chip in bins}) > 1
+    return replace(_sized(chip, memory), stand_in=guessed), note
 
 
 def _capability(info: Mapping[str, str | int], architecture: str) -> int | None:
@@ -228,9 +259,8 @@ def _capability(info: Mapping[str, str | int], architecture: str) -> int | None:
 
 def _cuda(capability: int, device_name: str = "") -> Chip:
     name = f"sm_{capability}"
-    for part, (cores, bandwidth, memory, tflops) in _NVIDIA.items():
-        # A laptop's GPU has the name of a larger one.
-        if part in device_name and "Laptop" not in device_name:
-            return Chip(name, "cuda", capability, cores, bandwidth, memory, tflops)
-    cores, bandwidth, tflops = _CUDA.get(capability, (UNKNOWN.cores, UNKNOWN.bandwidth, 0.0))
-    return Chip(name, "cuda", capability, cores, bandwidth, (), tflops)
+    if device_name in _NVIDIA:
+        cores, bandwidth, memory, tflops = _NVIDIA[device_name]
+        return Chip(name, "cuda", capability, cores, bandwidth, memory, tflops)
+    small = _CUDA.get(capability, (UNKNOWN.cores, UNKNOWN.bandwidth, None))
+    return Chip(name, "cuda", capability, *small[:2], tflops=small[2], stand_in=True)

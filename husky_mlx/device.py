@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import shutil
+import subprocess
+import sys
 
 import mlx.core as mx
 
@@ -18,6 +20,14 @@ def target() -> str:
 def chip() -> str:
     """The device's own name, as MLX reports it."""
     return str(mx.device_info().get("device_name", "unknown device"))
+
+
+def sysctl(name: str) -> str | None:
+    """A value of macOS; None elsewhere and where it does not know the name."""
+    if sys.platform != "darwin":
+        return None
+    done = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
 
 
 def activation_dtype(stored: mx.Dtype) -> mx.Dtype:

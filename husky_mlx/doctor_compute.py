@@ -17,6 +17,7 @@ from husky_mlx import device, graphs, kernels, shapes
 from husky_mlx.bench_ops import compare
 from husky_mlx.bench_ops_cases import OPS, Cases
 from husky_mlx.doctor_report import Finding, fail, ok, warn
+from husky_mlx.errors import brief
 from husky_mlx.freeze import StepGraph
 from husky_mlx.fused import fused_weights
 from husky_mlx.loading import build_model
@@ -24,10 +25,13 @@ from husky_mlx.metal_text import kernel_folder
 from husky_mlx.model import Model
 from husky_mlx.ops.gemv import Platform
 from husky_mlx.pack import pack
+from husky_mlx.policy import short_prompts
 from husky_mlx.selftest import SelfTest
 
 # hidden, layers, heads, key/value heads, head_dim, MLP width, vocabulary
-CONFIG = shapes._llama(*(256, 2, 4, 2, 64, 512, 512), tied=False, context=512, rope_theta=10000.0)
+CONFIG = shapes.llama_config(
+    *(256, 2, 4, 2, 64, 512, 512), tied=False, context=512, rope_theta=10000.0
+)
 # Bits, group size and dtype of the weights that the kernels are run on.
 FORMATS = ((4, 64, "bfloat16"), (8, 64, "float16"), (16, 64, "float16"))
 CONTEXT = 300  # rows that attention sees: more than one block of any tile
@@ -42,9 +46,7 @@ def tiny_model(
     bits: int, group_size: int, dtype: str, backend: str = "husky", *, lazy: bool = False
 ) -> Any:
     """A model of random weights; with ``lazy`` it is not frozen, and no self-test runs."""
-    config = dict(CONFIG)
-    if bits < 16:
-        config["quantization"] = {"bits": bits, "group_size": group_size}
+    config = shapes.quantized(CONFIG, bits, group_size)
     weights = shapes.random_weights(config, bits, group_size, getattr(mx, dtype), SEED)
     return build_model(config, weights, backend=backend, lazy=lazy, source="the built-in model")
 
@@ -77,9 +79,7 @@ def _operation(op: str, models: dict[tuple, Any], platform: Platform) -> Finding
             for case in Cases(model, platform, 1, [CONTEXT]).of(op):
                 largest = max(largest, compare(case))
         except Exception as error:  # whatever a compiler, a driver or a check of ours raises
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            text = " | ".join(lines[:4]) or type(error).__name__
-            return fail(f"kernel {op}", f"{bits} bit, {dtype}: {text}", OFF)
+            return fail(f"kernel {op}", f"{bits} bit, {dtype}: {brief(error)}", OFF)
     return ok(f"kernel {op}", f"right within {largest:.1%} of the result's size")
 
 
@@ -93,10 +93,12 @@ def _steps(model: Model, platform: Platform) -> Iterator[Finding]:
         raise ValueError(f"the built-in model takes no kernels: {made}")
     twin = StepGraph(model.args, weights, copy.copy(model.plan))
     test = SelfTest(model.args, made, twin, platform)
+    lengths = short_prompts(platform.chip, made.embedding.dtype.size)
     for name, problem in (
         ("decode step", test.problem(1, False)),
         ("decode, 2 rows", test.problem(2, True)),
         ("prompts", test.prompt_problem()),
+        *([("short prompts", test.short_prompt_problem(lengths))] if lengths else []),
     ):
         yield ok(name, "as plain MLX operations") if problem is None else fail(name, problem, OFF)
 

@@ -11,9 +11,8 @@ import psutil
 
 from husky_mlx import chips, device
 from husky_mlx.bandwidth import copy_bandwidth
-from husky_mlx.chips import UNKNOWN, Chip
+from husky_mlx.device import sysctl
 from husky_mlx.doctor_report import Finding, fail, ok, warn
-from husky_mlx.doctor_software import sysctl
 from husky_mlx.memory import megabytes, memory_limit
 from husky_mlx.paths import cache_dir
 from husky_mlx.policy import tuning_name
@@ -33,7 +32,7 @@ def chip() -> Iterator[Finding]:
         return
     found = chips.detect()
     words = f"{device.chip()}: {found.name}, generation {found.generation}, {tuning_name(found)}"
-    if known(found):
+    if not found.stand_in:
         yield ok("chip", words)
     else:
         yield warn(
@@ -43,23 +42,17 @@ def chip() -> Iterator[Finding]:
         )
 
 
-def known(chip: Chip) -> bool:
-    """Whether the tables have figures of this chip."""
-    return (chip.cores, chip.bandwidth) != (UNKNOWN.cores, UNKNOWN.bandwidth) or (
-        chip.name in chips.names()
-    )
-
-
 def memory() -> Iterator[Finding]:
     """What MLX may use, and what is free now."""
     limit, virtual = memory_limit(), psutil.virtual_memory()
     wired = sysctl("iogpu.wired_limit_mb")
     wired_words = f", wired limit {wired} MiB" if wired and wired != "0" else ""
-    kind = "recommended working set" if device.target() == "metal" else "MLX may use"
-    found = (
-        f"{kind} {megabytes(limit)} of {megabytes(virtual.total)}{wired_words}, "
-        f"{megabytes(virtual.available)} available now"
-    )
+    host = f"{megabytes(virtual.total)}{wired_words}, {megabytes(virtual.available)} available now"
+    found = {
+        "metal": f"recommended working set {megabytes(limit)} of {host}",
+        "cuda": f"the GPU has {megabytes(limit)}; the host {host}",
+        "cpu": f"MLX may use {megabytes(limit)} of {host}",
+    }[device.target()]
     if limit < LEAST_MEMORY:
         yield fail("memory", found, f"at least {megabytes(LEAST_MEMORY)} are needed")
     elif limit < SMALL_MEMORY or virtual.available < LEAST_MEMORY:
@@ -73,9 +66,10 @@ def memory() -> Iterator[Finding]:
 def bandwidth() -> Iterator[Finding]:
     """Copying now, against the data sheet: what bounds every decode step."""
     speed = copy_bandwidth()
-    sheet = 0.0 if device.target() == "cpu" else chips.detect().bandwidth
+    chip = None if device.target() == "cpu" else chips.detect()
+    sheet = None if chip is None or chip.stand_in else chip.bandwidth
     found = f"{speed:.0f} GB/s copying{f' of {sheet:g} on the data sheet' if sheet else ''}"
-    if sheet and speed < EXPECTED_BANDWIDTH * sheet and known(chips.detect()):
+    if sheet and speed < EXPECTED_BANDWIDTH * sheet:
         yield warn("bandwidth", found, "is the machine busy, hot, or on low power?")
     else:
         yield ok("bandwidth", found)

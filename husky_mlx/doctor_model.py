@@ -8,16 +8,19 @@ from typing import Any
 
 from husky_mlx import checkpoint, choices, gguf, integrity, sources
 from husky_mlx.bench_run import SEED, compare
-from husky_mlx.choices import FUSED, REFERENCE, STOCK, Choice
-from husky_mlx.doctor_report import FAIL, Finding, fail, ok
+from husky_mlx.choices import HUSKY, REFERENCE, STOCK, Choice
+from husky_mlx.config import LlamaConfig
+from husky_mlx.doctor_report import FAIL, Finding, fail, ok, warn
 from husky_mlx.errors import SourceError, UnsupportedModel
+from husky_mlx.footprint import footprint
 from husky_mlx.memory import megabytes, memory_limit
 from husky_mlx.notices import notice
+from husky_mlx.roofline import largest_context, needed
 
 # The engines of husky bench that stand for the three ways.
-ENGINES = {"husky": FUSED, "husky-eager": REFERENCE, "mlx-lm": STOCK}
+ENGINES = {"husky": HUSKY, "husky-eager": REFERENCE, "mlx-lm": STOCK}
 PROMPT_TOKENS, GENERATION_TOKENS, ROUNDS = 16, 64, 2
-# What another way must gain over the fused one to be chosen: less is within a machine's noise.
+# What another way must gain over our default to be chosen: less is within a machine's noise.
 MARGIN = 1.05
 
 
@@ -69,9 +72,9 @@ def decode_speeds(name: str) -> dict[str, float]:
 
 
 def choose(decode_tps: Mapping[str, float]) -> Choice:
-    """The fastest way; the fused one unless another is faster by more than noise."""
+    """The fastest way; ours unless another is faster by more than noise."""
     best = max(decode_tps, key=lambda way: decode_tps[way])
-    way = best if decode_tps[best] > MARGIN * decode_tps[FUSED] else FUSED
+    way = best if decode_tps[best] > MARGIN * decode_tps[HUSKY] else HUSKY
     return Choice(way, dict(decode_tps))
 
 
@@ -86,17 +89,35 @@ def _files(name: str, path: Path) -> Finding:
 
 
 def _fits(name: str, path: Path) -> Finding:
-    files = [path] if path.is_file() else path.glob("*.safetensors")
-    size = sum(file.stat().st_size for file in files)
-    found = f"{name}: {megabytes(size)} of weights, MLX may use {megabytes(memory_limit())}"
-    if size > memory_limit():
-        return fail("model memory", found, "take fewer bits or a smaller model, as husky plan says")
+    """Weights, cache and activations against what MLX may use, as ``husky plan`` counts them."""
+    raw = _config(path)
+    size, limit = footprint(LlamaConfig.from_dict(raw, str(path)), raw), memory_limit()
+    tokens, most = size.usual_context(), largest_context(size, limit)
+    found = (
+        f"{name}: {megabytes(needed(size, tokens))} with {tokens:,} tokens, "
+        f"{megabytes(size.weight_bytes())} of it weights; MLX may use {megabytes(limit)}"
+    )
+    advice = "take fewer bits or a smaller model, as husky plan says"
+    if most == 0:
+        return fail("model memory", found, advice)
+    if most is not None and most < tokens:
+        return warn("model memory", f"{found}: {most:,} tokens fit", advice)
     return ok("model memory", found)
 
 
+def _config(path: Path) -> dict[str, Any]:
+    return gguf.read_config(path) if path.is_file() else checkpoint.read_config(path)
+
+
 def _fastest(name: str, path: Path) -> Finding:
-    """Time the three ways and keep the winner, which ``load`` takes from then on."""
-    config = gguf.read_config(path) if path.is_file() else checkpoint.read_config(path)
-    choice = choose(decode_speeds(name))
+    """Time the three ways and keep the winner, which ``load`` takes from then on.
+
+    What was timed under variables that change what runs is only said.
+    """
+    config, choice = _config(path), choose(decode_speeds(name))
+    if variables := choices.variables():
+        return ok(
+            "fastest", f"{choice}; not kept, because {', '.join(variables)} changes what runs"
+        )
     choices.remember(config, choice)
     return ok("fastest", f"{choice}; kept in {choices.path()}, HUSKY_CHOICE=0 ignores it")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from husky_mlx import contract, device
+from husky_mlx.device import sysctl
 from husky_mlx.doctor_report import Finding, fail, installed, ok, warn
 from husky_mlx.native import NativeError, compiler
 
@@ -141,14 +141,6 @@ def variables() -> Iterator[Finding]:
     ]
     if found:
         yield ok("environment", ", ".join(found))
-
-
-def sysctl(name: str) -> str | None:
-    """A value of macOS; None elsewhere and where it does not know the name."""
-    if sys.platform != "darwin":
-        return None
-    done = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
 
 
 def _nvidia_gpu() -> str | None:

@@ -58,3 +58,9 @@ class MemoryLimitError(HuskyError, MemoryError):
 
 class ContextLimitError(HuskyError, ValueError):
     """More tokens than ``max_context`` allows."""
+
+
+def brief(error: BaseException) -> str:
+    """The first four lines of an error as one; its type where it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " | ".join(lines[:4]) or type(error).__name__

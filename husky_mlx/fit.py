@@ -8,30 +8,43 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from husky_mlx import chips, device, shapes
 from husky_mlx.chips import Chip
 from husky_mlx.config import LlamaConfig
 from husky_mlx.errors import HuskyError
-from husky_mlx.footprint import Footprint, footprint
-from husky_mlx.memory import megabytes
-from husky_mlx.roofline import Roof, largest_context, needed, roof, working_set
+from husky_mlx.footprint import DEFAULT_CONTEXT, Footprint, footprint
+from husky_mlx.memory import megabytes, memory_limit
+from husky_mlx.roofline import GB, Roof, largest_context, needed, roof, working_set
 from husky_mlx.support import examine, print_verdict, table
 
-DEFAULT_CONTEXT = 8192
 KV_BITS = (8, 4)
 SHAPE_BITS = 4
 GROUP_SIZE = 64
 
 
+class Machine(NamedTuple):
+    """Where a model shall run: ``memory`` in GB, what MLX may use of it in bytes (``working_set``),
+    what was assumed, and whether it is this machine, which was asked."""
+
+    chip: Chip
+    memory: int
+    working_set: int
+    notes: list[str]
+    here: bool = False
+
+
 @dataclass(frozen=True)
 class Fit:
-    """One model on one machine; sizes in bytes. ``predicted`` is the roof, nothing was measured."""
+    """One model on one machine; sizes in bytes. ``predicted`` is the roof, nothing was measured.
+
+    ``this_machine``: the working set is the one that MLX reports here."""
 
     model: str
     weights: str
     chip: Chip
+    this_machine: bool
     notes: list[str]
     memory_gb: int
     working_set: int
@@ -57,7 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target", metavar="CHIP", help="m1, m4max-40c, sm_90 (default: this machine's)"
     )
     parser.add_argument(
-        "--memory", metavar="SIZE", help="16gb (default: the least it is sold with)"
+        "--memory",
+        metavar="SIZE",
+        help="16gb (default: this machine's, or the least that --target is sold with)",
     )
     parser.add_argument(
         "--context",
@@ -82,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.context is not None and args.context < 1:
         raise ValueError(f"--context must be at least 1, found {args.context}")
-    chip, note = target_chip(args.target, args.memory)
+    machine = target_machine(args.target, args.memory)
     if args.model in shapes.SHAPES:
         raw = shapes.shape_config(args.model)
         size = with_bits(LlamaConfig.from_dict(raw), raw, args.bits or SHAPE_BITS)
@@ -95,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
                 print_verdict(verdict)
             return 1
         size = with_bits(config, raw, args.bits)
-    found = plan_fit(args.model, size, chip, args.context, note)
+    found = plan_fit(args.model, size, machine, args.context)
     if args.json:
         print(json.dumps(asdict(found), indent=2))
     else:
@@ -103,50 +118,55 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found.fits else 1
 
 
-def target_chip(name: str | None, memory: str | None) -> tuple[Chip, str | None]:
-    """The chip of ``--target`` and ``--memory``, by default this machine's, and a note on it.
+def target_machine(name: str | None, memory: str | None) -> Machine:
+    """The machine of ``--target`` and ``--memory``, by default this one as it is.
 
-    Raises ValueError for names that are not known, HuskyError where this machine has no GPU.
+    Raises ValueError for names that are not known, HuskyError where this machine has no GPU or the
+    chip's memory is not known.
     """
     size = None if memory is None else chips.parse_memory(memory)
     if name is not None:
-        return chips.parse(name, size)
-    if device.target() == "cpu":
+        chip, note = chips.parse(name, size)
+    elif device.target() == "cpu":
         raise HuskyError("MLX runs on the CPU here: say which chip is meant, as in --target m1")
-    return chips.with_memory(chips.detect(), size), None
+    else:
+        chip, note = chips.identify()
+        if size is None:
+            limit = memory_limit()
+            real = chip.memory[0] if chip.memory else round(limit / GB)
+            return Machine(chip, real, limit, [note] if note else [], here=True)
+        chip, note = chips.with_memory(chip, size)
+    if not chip.memory:
+        raise HuskyError(f"the memory of {chip.name} is not known: give it, as in --memory 24gb")
+    notes = [note] if note else []
+    if len(chip.memory) > 1:
+        sizes = ", ".join(map(str, chip.memory))
+        notes.append(f"sold with {sizes} GB: the least is taken, --memory says which")
+    return Machine(chip, chip.memory[0], working_set(chip, chip.memory[0]), notes)
 
 
 def with_bits(config: LlamaConfig, raw: dict[str, Any], bits: int | None) -> Footprint:
     """The footprint of a model as it is, or as if all its matrices had ``bits``."""
     if bits is None or bits == 16:
         return footprint(config, raw, unquantized=bits == 16)
-    quantization = {"bits": bits, "group_size": GROUP_SIZE}
-    return footprint(config, {**raw, "quantization": quantization})
+    return footprint(config, shapes.quantized(raw, bits, GROUP_SIZE))
 
 
-def plan_fit(
-    model: str, size: Footprint, chip: Chip, context: int | None, note: str | None = None
-) -> Fit:
-    """Whether and how the model fits the least memory that the chip is sold with."""
-    if not chip.memory:
-        raise HuskyError(f"the memory of {chip.name} is not known: give it, as in --memory 24gb")
-    notes = [note] if note else []
-    memory = chip.memory[0]
-    if len(chip.memory) > 1:
-        sizes = ", ".join(map(str, chip.memory))
-        notes.append(f"sold with {sizes} GB: the least is taken, --memory says which")
+def plan_fit(model: str, size: Footprint, machine: Machine, context: int | None) -> Fit:
+    """Whether and how the model fits the machine."""
+    chip, budget, notes = machine.chip, machine.working_set, list(machine.notes)
     trained = size.config.max_position_embeddings
-    tokens = context or min(DEFAULT_CONTEXT, trained or DEFAULT_CONTEXT)
+    tokens = context or size.usual_context()
     if trained is not None and tokens > trained:
         notes.append(f"the model is trained for {trained:,} tokens, fewer than asked for")
-    budget = working_set(chip, memory)
     caches = {f"kv_bits {bits}": size.quantized_cache_bytes(tokens, bits) for bits in KV_BITS}
     return Fit(
         model=model,
         weights=size.words,
         chip=chip,
+        this_machine=machine.here,
         notes=notes,
-        memory_gb=memory,
+        memory_gb=machine.memory,
         working_set=budget,
         context=tokens,
         trained_context=trained,
@@ -172,6 +192,7 @@ def print_fit(fit: Fit) -> None:
     for note in fit.notes:
         print(f"  - {note}")
     limit = "Metal recommends about" if chip.target == "metal" else "the GPU has"
+    limit = "MLX may use" if fit.this_machine else limit
     verdict = "fits" if fit.fits else "does not fit"
     print(
         f"{verdict}: {megabytes(fit.needed)} at {fit.context:,} tokens, {limit} "
@@ -193,8 +214,9 @@ def print_fit(fit: Fit) -> None:
             f"{predicted.prompt_seconds:.2f} s at its peak for {fit.context:,} tokens, bound by "
             f"{predicted.prompt_bound}"
         )
+    whose = "a small GPU of this kind " if chip.stand_in else ""
     decode = (
-        f"at most {predicted.decode_tps:.1f} tok/s with {fit.context:,} tokens in the cache "
-        f"({megabytes(predicted.decode_bytes)} a token)"
+        f"{whose}at most {predicted.decode_tps:.1f} tok/s with {fit.context:,} tokens in the "
+        f"cache ({megabytes(predicted.decode_bytes)} a token)"
     )
     print(table({"decode": decode, "prefill": prefill}))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from husky_mlx.buffers import next_capacity
+from husky_mlx.buffers import first_capacity
 from husky_mlx.cache import quantized_group_size
 from husky_mlx.config import LlamaConfig
 from husky_mlx.structure import expected_shapes
@@ -19,6 +19,7 @@ from husky_mlx.structure import expected_shapes
 # Tokens that mlx-lm and we give to the model at once in a prompt (mlx_lm.generate.generate_step).
 PROMPT_CHUNK = 2048
 KV_GROUP_SIZE = 64  # mlx-lm's default
+DEFAULT_CONTEXT = 8192
 _PARTS = {
     "embed_tokens": "embedding",
     "self_attn": "attention",
@@ -60,6 +61,10 @@ class Footprint:
         table = sum(size for path, size in self.tensors.items() if part_of(path) == "embedding")
         return self.weight_bytes() - (0 if self.config.tie_word_embeddings else table)
 
+    def usual_context(self) -> int:
+        """Tokens to count with where nobody says: as many as it is trained for, up to 8192."""
+        return min(DEFAULT_CONTEXT, self.config.max_position_embeddings or DEFAULT_CONTEXT)
+
     def cache_bytes(self, tokens: int) -> int:
         """Bytes of the keys and values of ``tokens`` tokens, those in windows only once."""
         return self._row_bytes() * self._rows(tokens)
@@ -78,16 +83,18 @@ class Footprint:
 
     def allocated_cache_bytes(self, tokens: int) -> int:
         """The same with the spare rows that the buffers are allocated with on a GPU."""
-        return self.cache_bytes(next_capacity(0, tokens + 1))
+        return self.cache_bytes(first_capacity(tokens))
 
     def decode_bytes(self, context: int) -> int:
         """Bytes that one decode step moves at least, with ``context`` tokens in the cache."""
         return self.read_bytes() + self.cache_bytes(context)
 
     def prompt_bytes(self, tokens: int) -> int:
-        """Bytes that a prompt moves at least: the weights once a chunk, the cache once."""
+        """Bytes that a prompt moves at least: the layers once a chunk, the head, which only the
+        last token asks for, and the cache once."""
         chunks = math.ceil(tokens / PROMPT_CHUNK)
-        return self.read_bytes() * chunks + self.cache_bytes(tokens)
+        layers = sum(size for path, size in self.tensors.items() if ".layers." in path)
+        return layers * (chunks - 1) + self.read_bytes() + self.cache_bytes(tokens)
 
     def prompt_operations(self, tokens: int) -> int:
         """Multiplications and additions of a prompt: every matrix for each token, the head for the

@@ -14,7 +14,7 @@ from husky_mlx.launches import launch_lines
 from husky_mlx.ops.gemv import Platform, TileKey
 from husky_mlx.pack import StepWeights
 from husky_mlx.plan import Plan
-from husky_mlx.policy import frozen_rows, short_prompts, write_out_from
+from husky_mlx.policy import dequantize_from, frozen_rows, short_prompts
 from husky_mlx.prefill import Prefill
 from husky_mlx.products import Products
 from husky_mlx.selftest import SelfTest
@@ -58,19 +58,22 @@ def choose_graph(
     graph = FusedGraph(config, made, plan, platform, self_test)
     if self_test.prompts_pass():
         itemsize = made.embedding.dtype.size
-        first_row = functools.partial(write_out_from, platform.chip)
-        products = Products(config, platform, weights, made, first_row)
+        threshold = functools.partial(dequantize_from, platform.chip)
+        products = Products(config, platform, weights, made, threshold)
         lengths = short_prompts(platform.chip, itemsize)
         short = None
         if lengths and self_test.short_prompts_pass(lengths):
-            short = ShortPrompt(graph, plan, lengths)
+            # Of a graph of its own: this one leads to the prefill, and weights that have been
+            # replaced should be freed at once.
+            own = FusedGraph(config, made, plan, platform)
+            short = ShortPrompt(own, plan, lengths)
         frozen = frozen_rows(platform.chip, itemsize)
         graph.prefill = Prefill(config, products, plan, short, frozen)
         plan.prefill = "fused projections, kernels between them"
         if short is not None:
             plan.prefill += f", up to {short.lengths[-1]} tokens one step of the decode kernels"
         widest = made.layers[0].gate_up
-        rows = first_row(widest.rows, widest.bits) if widest.bits < 16 else None
+        rows = threshold(widest.rows, widest.bits) if widest.bits < 16 else None
         if rows is not None:
-            plan.prefill += f", the largest matrices written out from {rows} rows on"
+            plan.prefill += f", the largest matrices dequantized from {rows} rows on"
     return graph

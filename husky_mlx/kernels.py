@@ -107,11 +107,25 @@ class Prepared:
         for name, array in getattr(made, "updated", {}).items():
             inputs[name][...] = array
         arrays = list(made)
+        for seen in getattr(_recorders, "watching", ()):
+            dtypes = [array.dtype for array in self._call["inputs"]]
+            seen.add((op, *dtypes, *self._call["template"]))
         for launches in getattr(_recorders, "active", ()):
             named = dict(zip(names, arrays, strict=True))
             grids = (self._call["grid"], self._call["threadgroup"])
             launches.append(Launch(op, backend, dict(inputs), named, dict(template), *grids))
         return arrays
+
+
+@contextmanager
+def watch() -> Iterator[set[tuple]]:
+    """The kernels that this thread launches meanwhile, by name, types and template values."""
+    seen: set[tuple] = set()
+    _recorders.watching = (*getattr(_recorders, "watching", ()), seen)
+    try:
+        yield seen
+    finally:
+        _recorders.watching = _recorders.watching[:-1]
 
 
 @contextmanager

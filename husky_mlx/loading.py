@@ -77,6 +77,7 @@ def load(
     backend = _choice("backend", asked or "husky")
     if fallback is not None and fallback != "mlx":
         raise ValueError(f"fallback must be None or 'mlx', found {fallback!r}")
+    stock_reason = "backend is mlx"
     _check_limits(max_context, max_kv_size)
     path = sources.resolve(
         os.fsdecode(path_or_hf_repo), revision=revision, notify=notice if verbose else None
@@ -98,7 +99,7 @@ def load(
 
     if backend == "mlx" and path.is_dir() and build is None:
         artifact.verify(path)
-        return load_stock("backend is mlx")
+        return load_stock(stock_reason)
     if build is not None:
         path, adapter_path = build, None if quant else adapter_path
     try:
@@ -106,11 +107,15 @@ def load(
             builds.read_build(build, model_config) if build else checkpoint.read(path, model_config)
         )
         choice = None if asked else choices.remembered(found.config)
-        if choice is not None and choice.way == choices.STOCK and not (max_context or max_kv_size):
-            notice(f"{path} runs on mlx-lm's model class: {choice}")
-            backend = "mlx"
+        if choice is not None and choice.way == choices.STOCK:
+            if max_context or max_kv_size:
+                choice = None  # ours alone has such limits
+            else:
+                backend, stock_reason = "mlx", f"chosen: {choice}"
+                if not verbose:
+                    notice(f"{path} runs on mlx-lm's model class: {stock_reason}")
         if backend == "mlx" and path.is_dir() and build is None:
-            return load_stock(f"chosen: {choice}")
+            return load_stock(stock_reason)
         model = build_model(
             found.config,
             found.weights,
@@ -144,7 +149,7 @@ def load(
                 model.prepare(*packed)
     if verbose:
         plan = getattr(model, "plan", None)
-        words = plan.summary if plan else f"{path} runs on mlx-lm's model class: backend is mlx"
+        words = plan.summary if plan else f"{path} runs on mlx-lm's model class: {stock_reason}"
         notice(words.replace("\n", " | "))
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import platformdirs
@@ -36,3 +37,17 @@ def write_whole(path: Path, data: bytes) -> None:
             with contextlib.suppress(OSError):
                 os.unlink(file.name)
             raise
+
+
+@contextlib.contextmanager
+def one_at_a_time(lock: Path) -> Iterator[None]:
+    """One process or thread at a time, where the file system has locks; elsewhere all of them.
+
+    Raises OSError where the file ``lock`` cannot be opened.
+    """
+    with lock.open("w") as file:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

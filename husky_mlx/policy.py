@@ -112,8 +112,8 @@ _FROZEN_ROWS = (32, 64, 128, 256)
 # 41 and 13, 576x576 13 and 5, but 28672x4096 132 and 142, 16384x2048 39 and 42; those two at 128
 # rows 284 and 147, 67 and 45. 8 bit: 4096x14336 200 and 82, 28672x4096 110 and 154; at 64 rows 123
 # and 155, at 256 396 and 184.
-_WRITE_OUT_FROM = 17
-_WIDE_ROWS, _WIDE_WRITE_OUT_FROM = 16384, {4: 64, 8: 128}
+_DEQUANTIZE_FROM = 17
+_WIDE, _WIDE_DEQUANTIZE_FROM = 16384, {4: 64, 8: 128}
 
 
 @overload
@@ -157,14 +157,14 @@ def policy(op: str, shape: Shape, bits: int, chip: Chip) -> Tile:
     raise ValueError(f"[{op}] no kernel of this name takes a {type(shape).__name__}")
 
 
-def write_out_from(chip: Chip, rows: int, bits: int) -> int | None:
-    """Rows of x from which a quantized matrix of ``rows`` is written out and multiplied as such.
+def dequantize_from(chip: Chip, out_features: int, bits: int) -> int | None:
+    """Rows of x from which a quantized matrix is dequantized first and multiplied as such.
 
     None: never, because MLX multiplies quantized weights as fast (Metal).
     """
     if chip.target != "cuda":
         return None
-    return _WRITE_OUT_FROM if rows < _WIDE_ROWS else _WIDE_WRITE_OUT_FROM[bits]
+    return _DEQUANTIZE_FROM if out_features < _WIDE else _WIDE_DEQUANTIZE_FROM[bits]
 
 
 def short_prompts(chip: Chip, itemsize: int) -> tuple[int, ...]:

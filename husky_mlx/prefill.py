@@ -21,10 +21,10 @@ from husky_mlx.plan import Plan
 from husky_mlx.products import Products
 from husky_mlx.short_prompt import ShortPrompt
 
-# Bytes of written out matrices and of activations that may wait for the GPU. MLX allocates when it
+# Bytes of dequantized matrices and of activations that may wait for the GPU. MLX allocates when it
 # hands work over, and would hold those of ten graphs of a hundred operations.
 IN_FLIGHT = 576 << 20
-# Bytes of written out matrices worth handing over: each time costs the host about 0.1 ms.
+# Bytes of dequantized matrices worth handing over: each time costs the host about 0.1 ms.
 PIECE = 192 << 20
 
 
@@ -46,7 +46,6 @@ class Prefill:
         self._plan = plan
         self._short = short
         self._frozen_rows = sorted(frozen_rows)
-        # Not of this object's own methods: a compiled function is opaque to the garbage collector.
         stages = [functools.partial(products.between, i) for i in range(len(self._layers) - 1)]
         compiled = products.platform.backend != "emulator"  # which cannot be traced
         self._frozen = [mx.compile(stage) if compiled else stage for stage in stages]
@@ -115,9 +114,8 @@ class Prefill:
 
     def _padded(self, length: int, cache: KVCache) -> tuple[int, bool]:
         """Rows to compute for ``length`` tokens, and whether they take the frozen stages."""
-        room = None if cache.limit is None else cache.limit - cache.offset
         for rows in self._frozen_rows:
-            if rows >= length and (room is None or rows <= room):
+            if rows >= length and cache.has_room_for(rows):
                 return rows, True
         return length, False
 

@@ -1,6 +1,6 @@
 """The products of a prompt's rows with the weights, and what is computed between them.
 
-Where MLX multiplies quantized weights below the rate of plain ones, a matrix is written out first
+Where MLX multiplies quantized weights below the rate of plain ones, a matrix is dequantized first
 and multiplied as such. The projections of a layer that share an input are one product.
 """
 
@@ -19,7 +19,7 @@ from husky_mlx.ops.gemv import Platform
 from husky_mlx.ops.swiglu import swiglu_kernel
 from husky_mlx.pack import Fused, Projections, StepWeights
 
-# (result, bytes that the matrices written out for it take until it is computed)
+# (result, bytes that the dequantized matrices take until it is computed)
 HandOver = Callable[[mx.array, int], None]
 
 
@@ -32,15 +32,15 @@ class Products:
         platform: Platform,
         weights: StepWeights,
         matrices: FusedWeights,
-        written_out_from: Callable[[int, int], int | None],
+        dequantize_from: Callable[[int, int], int | None],
     ):
-        """``written_out_from``: rows of x from which a quantized matrix of so many rows and bits
-        is written out, None for never."""
+        """``dequantize_from``: rows of x from which a quantized matrix of so many output features
+        and bits is dequantized, None for never."""
         self.weights = weights
         self.matrices = matrices
         self.platform = platform
         self.eps = config.rms_norm_eps
-        self._written_out_from = written_out_from
+        self._dequantize_from = dequantize_from
         # By the identity of matrices that this object holds.
         self._prepared: dict[int, Prepared] = {}
 
@@ -56,12 +56,12 @@ class Products:
         layer, matrices = self.weights.layers[i], self.matrices.layers[i]
         rows = x.shape[0]
         x = self._multiply_add(layer.o_proj, matrices.o_proj, attended, x)
-        hand_over(x, self._written_out(rows, matrices.qkv, matrices.o_proj))
+        hand_over(x, self._dequantized_bytes(rows, matrices.qkv, matrices.o_proj))
         gate_up = self._multiply(layer.gate_up, matrices.gate_up, self._norm(x, matrices.gate_up))
         activated = swiglu_kernel(gate_up, self.platform)
-        hand_over(activated, self._written_out(rows, matrices.gate_up))
+        hand_over(activated, self._dequantized_bytes(rows, matrices.gate_up))
         x = self._multiply_add(layer.down_proj, matrices.down_proj, activated, x)
-        hand_over(x, self._written_out(rows, matrices.down_proj))
+        hand_over(x, self._dequantized_bytes(rows, matrices.down_proj))
         return x
 
     def between(self, i: int, x: mx.array, attended: mx.array) -> tuple[mx.array, mx.array]:
@@ -70,9 +70,11 @@ class Products:
         return x, self.into_attention(i + 1, x)
 
     def head(self, x: mx.array) -> mx.array:
-        """The last residual -> logits (L, vocabulary)."""
-        matrix = self.matrices.head
-        return self._multiply(self.weights.head, matrix, self._norm(x, matrix))
+        """The last residual -> logits (L, vocabulary). Never dequantized: a vocabulary of 128,256
+        by 4,096 takes 1 GB."""
+        head = self.weights.head
+        assert isinstance(head, Fused)
+        return head.multiply(self._norm(x, self.matrices.head))
 
     def row_bytes(self) -> int:
         """Bytes of the activations of one row that may live at once."""
@@ -81,9 +83,11 @@ class Products:
         return sum(parts) * self.matrices.embedding.dtype.size
 
     def layer_bytes(self, i: int, rows: int) -> int:
-        """Bytes that the matrices of layer ``i`` take written out for ``rows`` rows."""
+        """Bytes that the dequantized matrices of layer ``i`` take for ``rows`` rows of x."""
         layer = self.matrices.layers[i]
-        return self._written_out(rows, layer.qkv, layer.o_proj, layer.gate_up, layer.down_proj)
+        return self._dequantized_bytes(
+            rows, layer.qkv, layer.o_proj, layer.gate_up, layer.down_proj
+        )
 
     def _norm(self, x: mx.array, matrix: Matrix) -> mx.array:
         """RMS norm by the weights beside a matrix: in its dtype, whatever the checkpoint's is."""
@@ -92,9 +96,9 @@ class Products:
     def _multiply(self, fused: Projections, matrix: Matrix, x: mx.array) -> mx.array:
         """x (L, in) times the whole matrix -> (L, out)."""
         assert isinstance(fused, Fused)  # others make no Matrix
-        if not self._written_out(x.shape[0], matrix):
+        if not self._dequantized_bytes(x.shape[0], matrix):
             return fused.multiply(x)
-        y = x @ self._write_out(matrix).T
+        y = x @ self._dequantized(matrix).T
         return y if fused.bias is None else y + fused.bias
 
     def _multiply_add(
@@ -103,8 +107,8 @@ class Products:
         """``residual`` (L, out) + x (L, in) times the matrix."""
         assert isinstance(fused, Fused)
         weight = None
-        if self._written_out(x.shape[0], matrix):
-            weight = self._write_out(matrix)
+        if self._dequantized_bytes(x.shape[0], matrix):
+            weight = self._dequantized(matrix)
         elif fused.scales is None:
             weight = fused.weight
         if weight is None:
@@ -113,20 +117,20 @@ class Products:
         y = mx.addmm(residual, x, weight.T)
         return y if fused.bias is None else y + fused.bias
 
-    def _write_out(self, matrix: Matrix) -> mx.array:
+    def _dequantized(self, matrix: Matrix) -> mx.array:
         prepared = self._prepared.get(id(matrix))
         if prepared is None:
             prepared = self._prepared[id(matrix)] = prepare_dequantize(matrix, self.platform)
         (weight,) = prepared()
         return weight
 
-    def _written_out(self, rows: int, *matrices: Matrix) -> int:
-        """Bytes that the matrices take written out for ``rows`` rows of x; 0 where they are not."""
+    def _dequantized_bytes(self, rows: int, *matrices: Matrix) -> int:
+        """Bytes that those take which are dequantized for ``rows`` rows of x."""
         held = 0
         for matrix in matrices:
             if matrix.bits == 16:
                 continue
-            first = self._written_out_from(matrix.rows, matrix.bits)
+            first = self._dequantize_from(matrix.rows, matrix.bits)
             if first is not None and rows >= first:
                 held += matrix.rows * matrix.columns * matrix.dtype.size
         return held

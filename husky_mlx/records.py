@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from husky_mlx.paths import write_whole
+from husky_mlx.paths import one_at_a_time, write_whole
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -19,5 +19,8 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def keep(path: Path, key: str, value: Any) -> None:
-    """Add or replace one value. Raises OSError where the file cannot be written."""
-    write_whole(path, json.dumps({**read(path), key: value}, indent=1).encode())
+    """Add or replace one value, after whoever else is at it. Raises OSError where the file cannot
+    be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with one_at_a_time(path.with_suffix(".lock")):
+        write_whole(path, json.dumps({**read(path), key: value}, indent=1).encode())

@@ -41,7 +41,7 @@ def roof(footprint: Footprint, chip: Chip, prompt: int, context: int) -> Roof:
     moved = footprint.decode_bytes(context)
     by_memory = footprint.prompt_bytes(prompt) / (chip.bandwidth * GB)
     seconds, bound = None, "unknown"
-    if chip.tflops:
+    if chip.tflops is not None:
         by_arithmetic = footprint.prompt_operations(prompt) / (chip.tflops * 1e12)
         seconds = max(by_memory, by_arithmetic)
         bound = "arithmetic" if by_arithmetic >= by_memory else "memory"

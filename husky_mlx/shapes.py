@@ -29,7 +29,7 @@ def _llama3_rope(factor: float) -> dict:
     }
 
 
-def _llama(
+def llama_config(
     hidden: int,
     layers: int,
     heads: int,
@@ -44,6 +44,7 @@ def _llama(
     rope_scaling: dict | None = None,
     model_type: str = "llama",
 ) -> dict:
+    """The ``config.json`` of a Llama of these dimensions."""
     return {
         "model_type": model_type,
         "hidden_size": hidden,
@@ -63,35 +64,35 @@ def _llama(
 
 # hidden, layers, heads, key/value heads, head_dim, MLP width, vocabulary
 _CONFIGS = {
-    "llama-3.2-1b": _llama(
+    "llama-3.2-1b": llama_config(
         *(2048, 16, 32, 8, 64, 8192, 128256),
         tied=True,
         context=131072,
         rope_theta=500000.0,
         rope_scaling=_llama3_rope(32.0),
     ),
-    "llama-3.2-3b": _llama(
+    "llama-3.2-3b": llama_config(
         *(3072, 28, 24, 8, 128, 8192, 128256),
         tied=True,
         context=131072,
         rope_theta=500000.0,
         rope_scaling=_llama3_rope(32.0),
     ),
-    "llama-3.1-8b": _llama(
+    "llama-3.1-8b": llama_config(
         *(4096, 32, 32, 8, 128, 14336, 128256),
         tied=False,
         context=131072,
         rope_theta=500000.0,
         rope_scaling=_llama3_rope(8.0),
     ),
-    "mistral-7b": _llama(
+    "mistral-7b": llama_config(
         *(4096, 32, 32, 8, 128, 14336, 32768),
         tied=False,
         context=32768,
         rope_theta=1000000.0,
         model_type="mistral",
     ),
-    "smollm2-135m": _llama(
+    "smollm2-135m": llama_config(
         *(576, 30, 9, 3, 64, 1536, 49152),
         tied=True,
         context=8192,
@@ -104,6 +105,13 @@ SHAPES = tuple(_CONFIGS)
 def shape_config(name: str) -> dict:
     """The ``config.json`` of a named shape (one of ``SHAPES``), as a fresh dict."""
     return copy.deepcopy(_CONFIGS[name])
+
+
+def quantized(config: dict, bits: int, group_size: int) -> dict:
+    """A copy of a ``config.json`` that says so many bits, in MLX's affine layout; 16: as it is."""
+    if bits == 16:
+        return dict(config)
+    return {**config, "quantization": {"group_size": group_size, "bits": bits}}
 
 
 def parameter_shapes(config: dict) -> dict[str, tuple[int, ...]]:

@@ -28,10 +28,7 @@ class ShortPrompt:
 
     def takes(self, length: int, caches: Sequence[KVCache]) -> bool:
         """Whether there is a step for ``length`` tokens, and room for its padding."""
-        if length > self.lengths[-1]:
-            return False
-        limit = caches[0].limit
-        return limit is None or caches[0].offset + self._padded(length) <= limit
+        return length <= self.lengths[-1] and caches[0].has_room_for(self._padded(length))
 
     def greedy(self, tokens: mx.array, caches: Sequence[KVCache]) -> tuple[mx.array, mx.array]:
         """(1, L) token ids -> the next one (1, 1) uint32, and its logits (1, 1, vocabulary)."""

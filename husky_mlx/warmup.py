@@ -17,7 +17,7 @@ from husky_mlx.errors import ContextLimitError, MemoryLimitError
 from husky_mlx.greedy import greedy_tokens
 from husky_mlx.model import Model
 
-# A prompt for each way that prompts take, and two tokens each: the step's trace, and its replay.
+# A prompt for each way that short prompts take, with two tokens of a reply: a trace and its replay.
 PROMPTS = (20, 9, 5)
 TOKENS = 2
 
@@ -29,14 +29,13 @@ def warm_up(model: Model, *build: Any) -> str | None:
     the tests of the kernels have compiled counts too.
     """
     started = time.perf_counter()
-    with kernels.record() as launches:
+    with kernels.watch() as launched:
         model.prepare(*build)
         if device.target() != "cpu" and model.plan.eager_reason is None:
             _run(model)
-    built = {(made.op, *made.template.items()) for made in launches}
-    if not built:
+    if not launched:
         return None
-    return f"{len(built)} kernels ready in {time.perf_counter() - started:.1f} s"
+    return f"{len(launched)} kernels ready in {time.perf_counter() - started:.1f} s"
 
 
 def _run(model: Model) -> None:

@@ -3,7 +3,7 @@
 // template: T BITS GROUP N K UNROLL
 #include "constants.h"
 #include "words.h"
-// weight (N, K) in T: the matrix of constants.h, of 4 or 8 bit, written out for a product of many
+// weight (N, K) in T: the matrix of constants.h, of 4 or 8 bit, dequantized for a product of many
 // rows. A thread takes UNROLL times eight values, a threadgroup's width apart: so many loads are in
 // flight and every one of them is of whole lines. T has 16 bits, or is float.
 constexpr Parts AT = parts<T, BITS, GROUP, N, K, false>();

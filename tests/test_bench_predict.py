@@ -55,7 +55,7 @@ def test_the_table_says_that_it_is_predicted(tmp_path, capsys):
     assert cli.main(words) == 0
     out = capsys.readouterr().out
     assert "PREDICTED from data sheets and byte counts, nothing was measured" in out
-    assert "m5max, 40c, 48 GB" in out and "sm_86, 18 SMs" in out and "unknown" in out
+    assert "m5max, 40c, 48 GB" in out and "sm_86, 18 SMs" in out and "not known" in out
     # Not quantized: one column only.
     assert "4 bit" not in out
     assert cli.main([*words, "--markdown"]) == 0

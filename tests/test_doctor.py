@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -32,10 +34,13 @@ from husky_mlx import (
     paths,
     records,
 )
+from husky_mlx.config import LlamaConfig
 from husky_mlx.doctor_report import FAIL, OK, WARN, findings
 from husky_mlx.dropin import DropIn
+from husky_mlx.footprint import footprint
 from husky_mlx.native import NativeError, compiler
 from husky_mlx.ops.gemv import Platform
+from husky_mlx.roofline import needed
 
 
 def one(check, state=None):
@@ -246,6 +251,14 @@ def test_a_model_that_does_not_fit_is_found(tmp_path, monkeypatch):
     folder = write_folder(tmp_path / "model")
     monkeypatch.setattr(doctor_model, "memory_limit", lambda: 1000)
     assert "husky plan" in one(lambda: doctor_model.model_checks(str(folder)), FAIL).advice
+    # The weights alone would fit, what a reply needs beside them does not.
+    raw = doctor_model.checkpoint.read_config(folder)
+    size = footprint(LlamaConfig.from_dict(raw), raw)
+    monkeypatch.setattr(doctor_model, "memory_limit", lambda: needed(size, 300))
+    found = doctor_model._fits("model", folder)
+    assert (found.state, "tokens fit" in found.found) == (WARN, True)
+    monkeypatch.setattr(doctor_model, "memory_limit", lambda: needed(size, 512))
+    assert doctor_model._fits("model", folder).state == OK
 
 
 # 8: unknown chip
@@ -341,6 +354,26 @@ def test_a_slow_memory_is_found(monkeypatch):
         assert (found.state, "of 400 on the data sheet" in found.found) == (state, True)
 
 
+def test_a_stand_ins_figures_are_not_called_the_data_sheets(monkeypatch):
+    info = {"device_name": "NVIDIA GeForce RTX 3080", "architecture": "sm_86"}
+    stand_in = chips.detect(info)
+    monkeypatch.setattr(doctor_machine.device, "target", lambda: "cuda")
+    monkeypatch.setattr(doctor_machine.chips, "detect", lambda: stand_in)
+    monkeypatch.setattr(doctor_machine, "copy_bandwidth", lambda: 20.0)
+    found = one(doctor_machine.bandwidth)
+    assert (found.state, found.found) == (OK, "20 GB/s copying")
+    assert "those of a small chip stand in" in one(doctor_machine.chip, WARN).found
+
+
+def test_a_gpus_memory_is_not_part_of_the_hosts(monkeypatch):
+    memory = SimpleNamespace(total=64_000_000_000, available=10_000_000_000)
+    monkeypatch.setattr(doctor_machine.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(doctor_machine, "memory_limit", lambda: 24_000_000_000)
+    monkeypatch.setattr(doctor_machine.device, "target", lambda: "cuda")
+    found = one(doctor_machine.memory).found
+    assert found == "the GPU has 24,000 MB; the host 64,000 MB, 10,000 MB available now"
+
+
 def test_a_check_that_breaks_is_a_finding_and_the_others_run():
     def broken():
         raise KeyError("no such thing")
@@ -385,35 +418,50 @@ class TestChoice:
     @pytest.fixture(autouse=True)
     def cache(self, monkeypatch, tmp_path):
         monkeypatch.setenv("HUSKY_CACHE_DIR", str(tmp_path / "cache"))
-        monkeypatch.delenv("HUSKY_CHOICE", raising=False)
+        for name in ("HUSKY_CHOICE", "HUSKY_EAGER", "HUSKY_KERNELS", "HUSKY_NATIVE"):
+            monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv("HUSKY_BACKEND", raising=False)
         self.folder = str(write_folder(tmp_path / "model", tokenizer=True))
 
     @pytest.mark.parametrize(
         ("speeds", "way"),
         [
-            ((100.0, 50.0, 60.0), "fused"),
+            ((100.0, 50.0, 60.0), "husky"),
             # Within the noise of a machine.
-            ((100.0, 50.0, 104.0), "fused"),
+            ((100.0, 50.0, 104.0), "husky"),
             ((100.0, 50.0, 106.0), "mlx-lm"),
             ((100.0, 120.0, 110.0), "reference"),
         ],
     )
     def test_the_fastest_by_more_than_noise_wins(self, monkeypatch, speeds, way):
-        timed = dict(zip(("fused", "reference", "mlx-lm"), speeds, strict=True))
+        timed = dict(zip(("husky", "reference", "mlx-lm"), speeds, strict=True))
         monkeypatch.setattr(doctor_model, "decode_speeds", lambda name: timed)
         *_, found = doctor_model.model_checks(self.folder)
         assert (found.name, found.state, found.found.startswith(way)) == ("fastest", OK, True)
         assert choices.remembered(FIX_A) == (way, timed)
-        assert choices.remembered({**FIX_A, "hidden_size": 128}) is None
+        for other in ({"hidden_size": 128}, {"torch_dtype": "float16"}, {"dtype": "bfloat16"}):
+            assert choices.remembered({**FIX_A, **other}) is None
+
+    @pytest.mark.parametrize("name", ["HUSKY_KERNELS", "HUSKY_EAGER", "HUSKY_NATIVE"])
+    def test_what_was_timed_under_a_variable_is_not_kept(self, monkeypatch, name):
+        timed = {"husky": 1.0, "reference": 1.0, "mlx-lm": 2.0}
+        monkeypatch.setattr(doctor_model, "decode_speeds", lambda name: timed)
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "0")
+            *_, found = doctor_model.model_checks(self.folder)
+        assert f"not kept, because {name}=0 changes what runs" in found.found
+        assert choices.remembered(FIX_A) is None
+        self.remember("mlx-lm")
+        monkeypatch.setenv(name, "0")
+        assert choices.remembered(FIX_A) is None
 
     def remember(self, way):
-        choices.remember(FIX_A, choices.Choice(way, {"fused": 1.0, "reference": 2.0}))
+        choices.remember(FIX_A, choices.Choice(way, {"husky": 1.0, "reference": 2.0}))
 
     def test_load_follows_it_and_the_plan_says_so(self):
-        self.remember("fused")
+        self.remember("husky")
         model, _ = loading.load(self.folder)
-        assert "chosen: fused, by husky doctor" in model.plan.summary
+        assert "chosen: husky, by husky doctor" in model.plan.summary
         assert model.plan.eager_reason is None
         self.remember("reference")
         model, _ = loading.load(self.folder)
@@ -426,10 +474,18 @@ class TestChoice:
         self.remember("mlx-lm")
         model, _ = loading.load(self.folder)
         assert type(model).__module__ == "mlx_lm.models.llama"
-        assert "runs on mlx-lm's model class: mlx-lm, by husky doctor" in capsys.readouterr().err
-        # Ours alone has these.
-        model, _ = loading.load(self.folder, max_context=64)
+        said = "runs on mlx-lm's model class: chosen: mlx-lm, by husky doctor"
+        assert said in capsys.readouterr().err
+        loading.load(self.folder, verbose=True)
+        err = capsys.readouterr().err
+        assert said in err and err.count("\n") == 1
+
+    @pytest.mark.parametrize("limit", ["max_context", "max_kv_size"])
+    def test_limits_that_ours_alone_has_come_first_and_the_plan_says_nothing_else(self, limit):
+        self.remember("mlx-lm")
+        model, _ = loading.load(self.folder, **{limit: 64})
         assert type(model).__module__.startswith("husky_mlx")
+        assert model.plan.choice is None and "chosen" not in model.plan.summary
 
     def test_the_commands_of_mlx_lm_follow_it_too(self):
         self.remember("reference")
@@ -448,6 +504,20 @@ class TestChoice:
             model, _ = loading.load(self.folder)
         assert model.plan.choice is None
 
+    def test_two_that_keep_at_the_same_time_lose_nothing(self, tmp_path, monkeypatch):
+        read = records.read
+
+        def slow(path):
+            kept = read(path)
+            time.sleep(0.05)
+            return kept
+
+        monkeypatch.setattr(records, "read", slow)
+        path = tmp_path / "new folder" / "facts.json"
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda key: records.keep(path, key, True), "abcd"))
+        assert read(path) == dict.fromkeys("abcd", True)
+
     @pytest.mark.parametrize("content", ["", "[]", '{"x": 1}', "{"])
     def test_a_damaged_file_is_no_choice(self, content):
         paths.write_whole(choices.path(), content.encode())
@@ -465,6 +535,6 @@ class TestChoice:
 
         monkeypatch.setattr(doctor_model, "compare", compare)
         found = doctor_model.decode_speeds("x")
-        assert found == dict.fromkeys(("fused", "reference", "mlx-lm"), 5.0)
+        assert found == dict.fromkeys(("husky", "reference", "mlx-lm"), 5.0)
         assert asked["generation_tokens"] == [64]
         assert asked["names"] == ["husky", "husky-eager", "mlx-lm"]

@@ -86,10 +86,34 @@ def test_without_a_target_it_is_this_machines_gpu(monkeypatch, capsys):
     assert cli.main(["plan", "llama-3.2-1b"]) == 1
     assert "say which chip is meant" in capsys.readouterr().err
     monkeypatch.setattr(fit.device, "target", lambda: "metal")
-    chip, _ = fit.chips.parse("m2max-38c")
-    monkeypatch.setattr(fit.chips, "detect", lambda: chip)
+    info = {"device_name": "Apple M2 Max", "architecture": "applegpu_g14s", "memory_size": 32 << 30}
+    monkeypatch.setattr(fit.chips.mx, "device_info", lambda: info)
+    monkeypatch.setattr(fit, "memory_limit", lambda: 20_000_000_000)
+    _, answer = ask(capsys, "llama-3.2-1b")
+    assert (answer["chip"]["cores"], answer["memory_gb"]) == (30, 32)
+    assert (answer["working_set"], answer["this_machine"]) == (20_000_000_000, True)
+    (note,) = answer["notes"]
+    assert "m2max may be m2max-30c with 32 GB" in note and "the lowest is taken" in note
+    assert cli.main(["plan", "llama-3.2-1b"]) == 0
+    assert "MLX may use 20,000 MB" in capsys.readouterr().out
+    # Another machine with this chip: only one bin is sold with so much.
     _, answer = ask(capsys, "llama-3.2-1b", "--memory", "96gb")
     assert (answer["chip"]["cores"], answer["memory_gb"]) == (38, 96)
+    assert (answer["notes"], answer["this_machine"]) == ([], False)
+    assert cli.main(["plan", "llama-3.2-1b", "--memory", "12gb"]) == 1
+    assert "none has 12 GB" in capsys.readouterr().err
+
+
+def test_arithmetic_that_nobody_published_is_no_roof(capsys):
+    _, answer = ask(capsys, "llama-3.2-1b", "--target", "m4max-32c")
+    assert answer["predicted"]["prompt_seconds"] is None
+    cli.main(["plan", "llama-3.2-1b", "--target", "m4max-32c"])
+    assert "the chip's arithmetic is not known" in capsys.readouterr().out
+
+
+def test_the_roof_of_a_stand_in_is_said_to_be_its_own(capsys):
+    cli.main(["plan", "llama-3.2-1b", "--target", "sm_86", "--memory", "10gb"])
+    assert "a small GPU of this kind at most" in capsys.readouterr().out
 
 
 def test_only_the_config_is_fetched(tmp_path, monkeypatch):

@@ -8,12 +8,13 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from husky_mlx import chips, footprint, shapes
+from husky_mlx import buffers, chips, footprint, shapes
+from husky_mlx.cache import KVCache
 from husky_mlx.config import LlamaConfig
 from husky_mlx.loading import build_model
 from husky_mlx.roofline import largest_context, needed, roof, working_set
 
-TINY = shapes._llama(*(64, 3, 4, 2, 16, 96, 160), tied=True, context=512, rope_theta=10000.0)
+TINY = shapes.llama_config(*(64, 3, 4, 2, 16, 96, 160), tied=True, context=512, rope_theta=10000.0)
 MIB = 1 << 20
 
 
@@ -89,6 +90,29 @@ def test_cache_bytes_by_hand():
     windows = {**TINY, "model_type": "mistral", "sliding_window": 64}
     assert of(windows).cache_bytes(1000) == of(TINY).cache_bytes(64)
     assert of(windows).quantized_cache_bytes(1000, 8) is None
+
+
+@pytest.mark.parametrize("tokens", [1, 255, 256, 1000, 1024])
+@pytest.mark.parametrize("kernel", [True, False])
+def test_allocated_bytes_are_those_of_a_real_cache(monkeypatch, tokens, kernel):
+    """As a GPU's kernels allocate it, and as the general forward does."""
+    monkeypatch.setattr(buffers, "growth_step", lambda: 256)
+    cache = KVCache()
+    foretold = cache.capacity_for(tokens)
+    if kernel:
+        cache.allocate(tokens, 2, 16, mx.float16)
+    else:
+        cache.update_and_fetch(*(mx.zeros((1, 2, tokens, 16), mx.float16) for _ in range(2)))
+    assert cache.capacity() == foretold
+    assert of(TINY).allocated_cache_bytes(tokens) == TINY["num_hidden_layers"] * cache.nbytes
+    assert tokens < cache.capacity() <= tokens + 256
+
+
+def test_a_prompt_reads_the_head_once():
+    raw = {**TINY, "tie_word_embeddings": False}
+    once, twice = (of(raw).prompt_bytes(tokens) for tokens in (2048, 4096))
+    block = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 64 * 96 + 2 * 64
+    assert twice - once == 2 * 3 * block + of(raw).cache_bytes(2048)
 
 
 @pytest.mark.parametrize("window", [None, 5, 64])

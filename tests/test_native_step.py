@@ -375,10 +375,13 @@ def test_weights_changed_in_place_stay_as_they_were_for_the_program(native):
     assert not np.array(Program.of(model).prefill(LONG[:5], program.buffers(pairs))).any()
 
 
-@pytest.mark.parametrize(("limit", "capacity"), [(None, 96), (60, 60), (70, 70)])
-def test_a_first_buffer_has_room_for_a_reply_within_the_limit(native, limit, capacity):
-    """60 tokens are 64 rows, and the growth by 32 that the next ones ask for is there at once."""
+@pytest.mark.parametrize(
+    ("length", "limit", "capacity"),
+    [(60, None, 64), (32, None, 64), (60, 60, 60), (60, 70, 64), (32, 40, 40)],
+)
+def test_a_first_buffer_has_a_row_to_spare_within_the_limit(native, length, limit, capacity):
+    """It grows by 32, and the reply's first token must not ask for a copy."""
     model, _ = models(max_context=limit)
     cache = model.make_cache()
-    model(mx.array([LONG]), cache=cache)
+    model(mx.array([LONG[:length]]), cache=cache)
     assert cache[0].capacity() == capacity

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import warnings
+import weakref
 from dataclasses import replace
 
 import mlx.core as mx
@@ -12,7 +14,7 @@ from fixtures import FIX_A, PROMPT, mlx_weights, quantize_weights
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step, generation_stream
 
-from husky_mlx import chips, graphs, kernel_source, kernels, prefill, verdicts
+from husky_mlx import chips, graphs, kernel_source, kernels, prefill, products, verdicts
 from husky_mlx.cache import RotatingKVCache
 from husky_mlx.errors import ContextLimitError
 from husky_mlx.greedy import greedy_tokens
@@ -24,14 +26,14 @@ LONG = [(7 * i + 3) % 96 for i in range(45)]
 
 @pytest.fixture
 def emulated(monkeypatch, tmp_path):
-    """``emulated(written_out_from)``: models take the kernels of an M1; the file of verdicts."""
+    """``emulated(dequantize_from)``: models take the kernels of an M1; the file of verdicts."""
     path = tmp_path / "selftest.json"
     monkeypatch.setattr(verdicts, "path", lambda: path)
     platform = Platform(chips.parse("m1")[0], "emulator")
 
-    def choose(written_out_from=None):
+    def choose(dequantize_from=None):
         monkeypatch.setattr(graphs, "kernel_platform", lambda tiles=None: platform)
-        monkeypatch.setattr(graphs, "write_out_from", lambda chip, rows, bits: written_out_from)
+        monkeypatch.setattr(graphs, "dequantize_from", lambda chip, rows, bits: dequantize_from)
         return path
 
     return choose
@@ -63,7 +65,7 @@ def difference(a, b):
     return (mx.abs(a - b).max() / mx.abs(b).max()).item()
 
 
-@pytest.mark.parametrize("written_out_from", [None, 1, 8])
+@pytest.mark.parametrize("dequantize_from", [None, 1, 8])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -72,9 +74,9 @@ def difference(a, b):
         {"rope_traditional": True, "vocab_size": 101, "num_key_value_heads": 1},
     ],
 )
-def test_logits_of_every_position(emulated, changes, written_out_from):
+def test_logits_of_every_position(emulated, changes, dequantize_from):
     """Of a prompt, and of a piece that goes on; with the rows that both leave in the cache."""
-    emulated(written_out_from)
+    emulated(dequantize_from)
     model, stock = models({**FIX_A, **changes})
     cache = model.make_cache()
     found = [model(mx.array([piece]), cache=cache) for piece in (LONG[:20], LONG[20:])]
@@ -288,3 +290,48 @@ def test_a_limit_leaves_no_room_for_padding(frozen):
         layer.limit = 10
     assert tokens(model, LONG[:9], 1, cache) == theirs(stock, LONG[:9], 1)
     assert cache[0].capacity() == 10
+
+
+def test_a_wrong_way_between_two_layers_is_off_with_a_warning(emulated, monkeypatch):
+    emulated(8)
+    right = products.Products.between
+
+    def wrong(self, i, x, attended):
+        x, qkv = right(self, i, x, attended)
+        return x, mx.roll(qkv, 1)
+
+    monkeypatch.setattr(products.Products, "between", wrong)
+    with pytest.warns(UserWarning, match="kernels for prompts are off"):
+        model, stock = models()
+        assert tokens(model, LONG, 3) == theirs(stock, LONG, 3)
+    assert model.plan.counts["prefill"] == 0
+
+
+def test_padding_does_not_grow_a_cache(frozen):
+    """Where only the padding has no room a piece is taken as long as it is."""
+    model, _ = models()
+    cache = model.make_cache()
+    tokens(model, LONG[:5], 1, cache)
+    for layer in cache:
+        layer.trim(layer.offset - 1)
+    capacity = cache[0].capacity()
+    rest = [(5 * i) % 96 for i in range(capacity - 11)]
+    model(mx.array([rest]), cache=cache)
+    model(mx.array([LONG[:9]]), cache=cache)  # 12 rows with padding, and one more than fits
+    assert cache[0].capacity() == capacity
+
+
+def test_replaced_weights_are_freed_without_a_collection(emulated, monkeypatch):
+    emulated(8)
+    monkeypatch.setattr(graphs, "short_prompts", lambda chip, itemsize: (8, 16))
+    monkeypatch.setattr(graphs, "frozen_rows", lambda chip, itemsize: (24,))
+    gc.collect()
+    gc.disable()
+    try:
+        model, _ = models()
+        prefill = weakref.ref(model.decode_step(mx.array([LONG]), model.make_cache()))
+        assert prefill() is not None
+        model._frozen.invalidate()
+        assert prefill() is None
+    finally:
+        gc.enable()

@@ -7,7 +7,7 @@ import pytest
 from fixtures import FIX_A
 from test_prefill import LONG, emulated, models, theirs, tokens  # noqa: F401
 
-from husky_mlx import graphs, selftest
+from husky_mlx import differences, graphs
 
 
 @pytest.fixture
@@ -48,12 +48,12 @@ def test_padding_needs_room_under_a_limit(short):
 
 
 def test_a_wrong_step_is_off_with_a_warning(short, monkeypatch):
-    class Wrong(selftest.ShortPrompt):
+    class Wrong(differences.ShortPrompt):
         def greedy(self, tokens, caches):
             token, logits = super().greedy(tokens, caches)
             return token, mx.roll(logits, 1)
 
-    monkeypatch.setattr(selftest, "ShortPrompt", Wrong)
+    monkeypatch.setattr(differences, "ShortPrompt", Wrong)
     with pytest.warns(UserWarning, match="short prompts are off"):
         model, stock = models()
         assert tokens(model, LONG[:7], 3) == theirs(stock, LONG[:7], 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mlx.core as mx
 import pytest
 from fixtures import FIX_A
 from test_prefill import LONG, emulated, models, theirs, tokens  # noqa: F401
@@ -51,7 +50,5 @@ def test_on_a_cpu_nothing_runs():
     if device.target() != "cpu":
         pytest.skip("MLX's default device is a GPU")
     model, _ = models(FIX_A)
-    held = mx.get_active_memory()
     assert warmup.warm_up(model) is None
     assert not any(model.plan.counts.values())
-    assert mx.get_active_memory() <= held + 1_000_000

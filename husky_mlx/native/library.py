@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from husky_mlx.native.compiler import Compiler, headers
 from husky_mlx.notices import notice
-from husky_mlx.paths import cache_dir
+from husky_mlx.paths import cache_dir, one_at_a_time
 
 
 def library(source: str, compiler: Compiler) -> Path:
@@ -29,7 +27,7 @@ def library(source: str, compiler: Compiler) -> Path:
         return path
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _turn(folder / f"{key}.lock"):
+        with one_at_a_time(folder / f"{key}.lock"):
             if not _sound(path):
                 _build(source, compiler, path)
     except OSError as error:
@@ -74,17 +72,6 @@ def _build(source: str, compiler: Compiler, path: Path) -> None:
         (work / "model.json").write_text(facts)
         os.replace(work / "model.so", path)
         os.replace(work / "model.json", _record(path))
-
-
-@contextlib.contextmanager
-def _turn(lock: Path) -> Iterator[None]:
-    """One process at a time, where the file system has locks; else both may build the same."""
-    with lock.open("w") as file:
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 _temporary: list[Path] = []

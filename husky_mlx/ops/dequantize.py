@@ -1,4 +1,4 @@
-"""A quantized matrix written out, for products of many rows."""
+"""A quantized matrix as plain values, for products of many rows."""
 
 from __future__ import annotations
 

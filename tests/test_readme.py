@@ -53,6 +53,7 @@ class Run:
 
 SHORT = "-p 4 -g 3 -n 1"
 FEW = "--length 16 --tokens 16 --calibrate calibration.txt"
+OURS = f"{FEW} --model my-model"
 SHAPE = {"NAME": "smollm2-135m"}
 RUNS = {
     "husky demo": Run("decode ", "--max-tokens 8", real=True),
@@ -88,10 +89,16 @@ RUNS = {
     "--rounding rtn,gptq": Run("KL", f"{FEW} --recipes 4bit"),
     "husky eval --model mistral.hky --compare mistral.hky/builds/m3pro-4bit --json found.json "
     "--plot kl.png": Run("KL", "--length 16 --tokens 16 --no-speed"),
-    "husky eval --model smollm2 --tokens 512 --recipes 3bit-uniform,auto --rounding rtn,gptq,awq "
-    "--budget 3.5": Run("KL", f"{FEW} --rounding rtn"),
-    "husky eval --model smollm2 --tokens 512 --recipes 4bit-uniform,auto --rounding rtn,gptq,awq "
-    "--budget 4.45 --group-size 128": Run("KL", f"{FEW} --rounding rtn"),
+    "husky eval --tokens 512 --recipes 3bit-uniform --rounding rtn,gptq,awq": Run("KL", OURS),
+    "husky eval --tokens 512 --recipes auto --rounding gptq --budget 3.5": Run(
+        "KL", f"{OURS} --rounding rtn"
+    ),
+    "husky eval --tokens 512 --recipes 4bit-uniform --rounding rtn,gptq,awq --group-size 128": Run(
+        "KL", f"{OURS} --rounding rtn"
+    ),
+    "husky eval --tokens 512 --recipes auto --rounding gptq --budget 4.45 --group-size 128": Run(
+        "KL", f"{OURS} --rounding rtn"
+    ),
     'husky cache-prompt --model smollm2 --prompt "$(cat README.md)" '
     "--prompt-cache-file readme.safetensors": Run("", instead={"$(cat README.md)": "A text."}),
     "husky generate --model smollm2 --prompt-cache-file readme.safetensors "

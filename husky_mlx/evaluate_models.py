@@ -135,7 +135,8 @@ class Evaluation:
     ) -> Row:
         parameters: dict[str, Any] = {}
         parts = round_model(self.reference, allocation, method, calibration, self.source.dtype)
-        with count_bar("rounding layers", self.source.args.num_hidden_layers + 1) as advance:
+        ends = 1 if self.source.args.tie_word_embeddings else 2
+        with count_bar("rounding", self.source.args.num_hidden_layers + ends) as advance:
             for part in parts:
                 parameters |= part
                 advance(1)

@@ -24,8 +24,9 @@ from husky_mlx.short_prompt import ShortPrompt
 # Bytes of dequantized matrices and of activations that may wait for the GPU. MLX allocates when it
 # hands work over, and would hold those of ten graphs of a hundred operations.
 IN_FLIGHT = 576 << 20
-# Bytes of dequantized matrices worth handing over: each time costs the host about 0.1 ms.
-PIECE = 192 << 20
+# Bytes of dequantized matrices worth handing over: each time costs the host about 0.1 ms. Of a long
+# prompt every matrix is, whose product takes longer: beside its activations few bytes may wait.
+PIECE, LONG_PIECE, LONG = 192 << 20, 64 << 20, 1024
 
 
 class Prefill:
@@ -79,7 +80,8 @@ class Prefill:
         shape = (heads.kv_heads, heads.head_dim, matrices.embedding.dtype)
         slots = [cache.open_rows(rows, *shape) for cache in caches]
         place = make_place(*slots[0], start, None)
-        waiting = _Waiting(IN_FLIGHT - rows * products.row_bytes())
+        piece = PIECE if rows < LONG else LONG_PIECE
+        waiting = _Waiting(IN_FLIGHT - rows * products.row_bytes(), piece)
         # Signed: MLX counts a negative id from the end, and reads outside the table for 2**32 - 1.
         ids = tokens[0].astype(mx.int32)
         x = embed(mx.pad(ids, (0, rows - length)), products.weights.embedding)
@@ -134,8 +136,9 @@ class Prefill:
 class _Waiting:
     """Hands work over piece by piece and waits for the oldest while too many bytes are with it."""
 
-    def __init__(self, limit: int):
+    def __init__(self, limit: int, piece: int):
         self._limit = limit
+        self._piece = piece
         self._collected = 0
         self._held = 0
         self._pieces: deque[tuple[mx.array, int]] = deque()
@@ -143,7 +146,7 @@ class _Waiting:
     def add(self, result: mx.array, held: int) -> None:
         """``result`` needs ``held`` bytes until it is computed."""
         self._collected += held
-        if self._collected < PIECE:
+        if self._collected < self._piece:
             return
         mx.async_eval(result)
         self._pieces.append((result, self._collected))

@@ -50,7 +50,8 @@ class Probe:
 
 
 class Trial:
-    """The divergence of a whole model by one allocation and another, on part of the text."""
+    """The divergence of a whole model by one allocation and another: calibrated and measured on a
+    part of the text, which is unfair to neither."""
 
     def __init__(
         self,
@@ -61,9 +62,8 @@ class Trial:
         dtype: mx.Dtype,
     ):
         self.llama, self.tensors, self.method = llama, tensors, method
-        self.tokens, self.dtype = tokens, dtype
-        self.sample = _spread(tokens, TRIAL_SEQUENCES)
-        self.states = final_states(llama, self.sample)
+        self.tokens, self.dtype = _spread(tokens, TRIAL_SEQUENCES), dtype
+        self.states = final_states(llama, self.tokens)
 
     def divergence(self, allocation: Allocation) -> float:
         """KL in nats a token."""
@@ -81,8 +81,8 @@ class Trial:
         return compare_states(
             lambda rows: self.llama.logits(self.states[rows]),
             other,
-            final_states(other, self.sample),
-            self.sample,
+            final_states(other, self.tokens),
+            self.tokens,
         ).kl
 
 

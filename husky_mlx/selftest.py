@@ -15,6 +15,7 @@ from husky_mlx import verdicts
 from husky_mlx.combination import combination
 from husky_mlx.config import LlamaConfig
 from husky_mlx.differences import Differences
+from husky_mlx.errors import brief
 from husky_mlx.freeze import StepGraph
 from husky_mlx.fused import FusedWeights
 from husky_mlx.ops.gemv import Platform
@@ -96,5 +97,4 @@ def _first(problems: Iterable[str | None]) -> str | None:
     try:
         return next((found for found in problems if found is not None), None)
     except Exception as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return " | ".join(lines[:4]) or type(error).__name__
+        return brief(error)

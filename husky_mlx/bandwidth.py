@@ -1,12 +1,14 @@
-"""How fast this machine copies memory now: the roof that every decode step is measured against."""
+"""How fast this machine copies memory and multiplies matrices: the roofs of decode and prefill."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
 import time
 
+import mlx.core as mx
 import numpy as np
 
 from husky_mlx import device
@@ -19,6 +21,9 @@ from husky_mlx.paths import child_environment
 # both (1,152 MB in an AMD EPYC 9684X) the figure is in part the cache's.
 COPY_BYTES = 256_000_000
 ROUNDS = 3
+# Tokens, inputs and outputs of the products: the MLP of Llama-3.1-8B, where a prompt's time goes.
+MATMUL_SHAPE = (4096, 4096, 14336)
+MATMULS = 8
 
 
 def copy_bandwidth() -> float:
@@ -30,8 +35,31 @@ def copy_bandwidth() -> float:
     return cpu_copy_bandwidth(COPY_BYTES, available_cores())
 
 
-def copy_bandwidth_apart() -> float:
-    """The same in a process of its own, whose buffers are nobody else's memory.
+def matmul_rate() -> float | None:
+    """TFLOP/s of MLX's product of bfloat16 matrices, the best of a few rounds; None on a CPU, whose
+    programs here do not multiply that way."""
+    if device.target() == "cpu":
+        return None
+    rows, inputs, outputs = MATMUL_SHAPE
+    x = mx.random.normal((rows, inputs)).astype(mx.bfloat16)
+    weight = mx.random.normal((outputs, inputs)).astype(mx.bfloat16)
+
+    def seconds() -> float:
+        mx.eval(x, weight)
+        mx.synchronize()
+        started = time.perf_counter()
+        for _ in range(MATMULS):
+            mx.async_eval(x @ weight.T)
+        mx.synchronize()
+        return time.perf_counter() - started
+
+    seconds()  # chooses and loads the kernel
+    best = min(seconds() for _ in range(ROUNDS))
+    return 2 * rows * inputs * outputs * MATMULS / best / 1e12
+
+
+def roofs_apart() -> tuple[float, float | None]:
+    """Both in a process of its own, whose buffers are nobody else's memory.
 
     Raises HuskyError with its last words where it fails.
     """
@@ -40,8 +68,11 @@ def copy_bandwidth_apart() -> float:
         command, capture_output=True, text=True, check=False, env=child_environment()
     )
     if done.returncode:
-        raise HuskyError(f"the bandwidth of copying could not be measured: {done.stderr.strip()}")
-    return float(done.stdout.split()[-1])
+        raise HuskyError(
+            f"the rates of copying and multiplying could not be measured: {done.stderr.strip()}"
+        )
+    copy, matmul = json.loads(done.stdout.splitlines()[-1])
+    return copy, matmul
 
 
 def cpu_copy_bandwidth(size: int, threads: int) -> float:
@@ -65,4 +96,4 @@ def cpu_copy_bandwidth(size: int, threads: int) -> float:
 
 
 if __name__ == "__main__":
-    print(copy_bandwidth())
+    print(json.dumps([copy_bandwidth(), matmul_rate()]))

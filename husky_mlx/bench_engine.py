@@ -21,7 +21,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -86,7 +86,23 @@ def _open(specification: dict) -> tuple[dict, Callable[[dict], dict], Any]:
     tokenizer.eos_token_ids = set()
     described = describe_model(model, config) | {"gguf": is_gguf(specification)}
     texts = tokenizer if specification["config"] is None else None
-    return described, lambda trial: run_trial(model, tokenizer, trial, specification), texts
+    operations = prompt_operations(config)
+
+    def trial(request: dict) -> dict:
+        done = run_trial(model, tokenizer, request, specification)
+        return done | {"prompt_operations": operations(map(len, request["prompts"]))}
+
+    return described, trial, texts
+
+
+def prompt_operations(config: dict) -> Callable[[Iterable[int]], int | None]:
+    """A function of prompts' lengths: what they multiply and add, or None for a model that only
+    mlx-lm knows."""
+    try:
+        footprint = Footprint(LlamaConfig.from_dict(config), {}, 0, "")
+    except HuskyError:
+        return lambda lengths: None
+    return lambda lengths: sum(map(footprint.prompt_operations, lengths))
 
 
 def is_gguf(specification: dict) -> bool:

@@ -57,6 +57,7 @@ def open_engine(specification: dict) -> tuple[dict, Callable[[dict], dict]]:
             "decode_tps": (timings["predicted_n"] - 1) / timings["predicted_ms"] * 1e3,
             "total_s": time.perf_counter() - started,
             "peak_mb": None,
+            "prompt_operations": None,
             "prompt_tokens": timings["prompt_n"],
             "generation_tokens": timings["predicted_n"],
             "calls": {},

@@ -25,6 +25,7 @@ RECORDED_VARIABLES = ("HUSKY_", "MLX_", "OMP_", "OPENBLAS_")
 FIGURES = {
     "first_token_ms": "first token, ms",
     "prefill_tps": "prefill, tok/s",
+    "percent_of_matmul": "% of matmul rate",
     "decode_tps": "decode, tok/s",
     "total_s": "total, s",
     "peak_mb": "peak MLX memory, MB",
@@ -69,6 +70,18 @@ def pair_ratios(trials: Sequence[dict], baseline: Sequence[dict]) -> dict[str, d
     }
 
 
+def prompt_figures(
+    trial: Mapping[str, Any], matmul_tflops: float | None
+) -> dict[str, float | None]:
+    """The percent of the rate of bfloat16 products that the prompt's arithmetic until its first
+    token amounts to; None on a CPU and for an unknown engine."""
+    operations = trial["prompt_operations"]
+    if operations is None or matmul_tflops is None:
+        return {"percent_of_matmul": None}
+    rate = operations / (trial["first_token_ms"] * 1e-3) / 1e12
+    return {"percent_of_matmul": 100 * rate / matmul_tflops}
+
+
 def roof_figures(
     trial: Mapping[str, Any],
     engine: Mapping[str, Any],
@@ -89,14 +102,19 @@ def roof_figures(
 
 
 def report_case(
-    case: Mapping[str, Any], loaded: Mapping[str, dict], copy_gb_s: float
+    case: Mapping[str, Any],
+    loaded: Mapping[str, dict],
+    copy_gb_s: float,
+    matmul_tflops: float | None,
 ) -> dict[str, Any]:
     """The figures of one prompt length, reply length and number of sequences."""
     # The cache holds the prompt and, on average, half of the reply.
     context = case["prompt_tokens"] + case["generation_tokens"] / 2
     trials = {
         name: [
-            trial | roof_figures(trial, loaded[name], context, case["batch"], copy_gb_s)
+            trial
+            | prompt_figures(trial, matmul_tflops)
+            | roof_figures(trial, loaded[name], context, case["batch"], copy_gb_s)
             for trial in done
         ]
         for name, done in case["trials"].items()
@@ -140,6 +158,7 @@ def report(
     loaded: Mapping[str, dict],
     cases: Sequence[dict[str, Any]],
     copies: Sequence[float],
+    rates: Sequence[float],
     busy_share: float,
 ) -> dict[str, Any]:
     """All figures of a run as one JSON-able dict. ``busy_share``: of all cores, what other
@@ -151,6 +170,7 @@ def report(
         "settings": dict(settings),
         "engines": {name: {key: engine[key] for key in facts} for name, engine in loaded.items()},
         "copy_gb_s": list(copies),
+        "matmul_tflops": list(rates),
         "busy_share": busy_share,
         "busy": busy_share > BUSY_SHARE,
         "cases": list(cases),

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from husky_mlx.bandwidth import copy_bandwidth_apart
+from husky_mlx.bandwidth import roofs_apart
 from husky_mlx.bench_machine import Bystanders
 from husky_mlx.bench_report import BASELINE, LLAMA_CPP, SIXTEEN_BIT, in_order, report, report_case
 from husky_mlx.errors import HuskyError
@@ -142,7 +142,7 @@ def compare(
             notice(f"{name}: loaded in {loaded[name]['load_s']:.1f} s: {loaded[name]['plan']}")
         names = in_order(engines)
         done, prompts = _prepare(settings, engines, loaded)
-        copies = [copy_bandwidth_apart()]
+        roofs = [roofs_apart()]
         bystanders = Bystanders([engine.process.pid for engine in engines.values()])
         cases = []
         for length, generated, batch in itertools.product(
@@ -152,10 +152,12 @@ def compare(
             request = {"prompts": rows, "generation_tokens": generated}
             cases.append(_run_case(engines, names, request, done["num_trials"]))
         busy = bystanders.share()
-        copies.append(copy_bandwidth_apart())
-    reported = [report_case(case, loaded, max(copies)) for case in cases]
+        roofs.append(roofs_apart())
+    copies = [copy for copy, _ in roofs]
+    rates = [rate for _, rate in roofs if rate is not None]
+    reported = [report_case(case, loaded, max(copies), max(rates, default=None)) for case in cases]
     ordered = {name: loaded[name] for name in names}
-    return report(done, ordered, reported, copies, busy)
+    return report(done, ordered, reported, copies, rates, busy)
 
 
 def _left_out(

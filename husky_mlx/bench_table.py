@@ -33,7 +33,12 @@ def print_table(result: Mapping[str, Any], *, markdown: bool = False) -> None:
         words = [", ".join(engine["dtypes"]), engine["plan"].replace("\n", "; ")]
         lines.append(f"{name}: {'; '.join(filter(None, words))}")
     speeds = ", ".join(f"{speed:.1f}" for speed in result["copy_gb_s"])
-    lines.append(f"copying before and after: {speeds} GB/s; others used {result['busy_share']:.0%}")
+    rates = ", ".join(f"{rate:.0f}" for rate in result["matmul_tflops"])
+    lines.append(
+        f"copying before and after: {speeds} GB/s; "
+        f"{f'bfloat16 products: {rates} TFLOP/s; ' if rates else ''}"
+        f"others used {result['busy_share']:.0%}"
+    )
     if rounds == 1:
         lines.append("one round: the spread is unknown, -n 5 shows it")
     else:

@@ -73,6 +73,7 @@ for line in sys.stdin:
         sys.exit(1)
     reply({"first_token_ms": float(number), "prefill_tps": 2.0, "decode_tps": 10.0 * number,
            "total_s": 1.0, "peak_mb": 5.0, "rss_mb": 6.0, "calls": {},
+           "prompt_operations": 10**9,
            "prompt_tokens": sum(map(len, request["prompts"])),
            "generation_tokens": len(request["prompts"]) * request["generation_tokens"]
            - (fault == "short")})
@@ -83,7 +84,7 @@ def fake_engines(tmp_path, monkeypatch):
     """Replace every engine by FAKE; ``fake_engines(mlx_lm="die")`` sets faults, gives the log."""
     script, log = tmp_path / "fake.py", tmp_path / "log"
     script.write_text(FAKE)
-    monkeypatch.setattr(bench_run, "copy_bandwidth_apart", lambda: 20.0)
+    monkeypatch.setattr(bench_run, "roofs_apart", lambda: (20.0, 8.0))
 
     def install(**faults):
         monkeypatch.setattr(

@@ -85,7 +85,7 @@ def test_figures_that_an_engine_has_not_are_left_out(capsys):
     facts |= {"read_bytes": None, "cache_bytes": None, "target": "cpu", "versions": {}}
     machine = {"device": "d", "cores": 2, "os": "o", "memory_mb": 1.0, "available_mb": 1.0}
     facts |= {"machine": machine | {"power": "unknown"}}
-    more = {"prompt_tokens": 3, "generation_tokens": 5}
+    more = {"prompt_tokens": 3, "generation_tokens": 5, "prompt_operations": None}
     trials = {
         "husky": [trial(decode_tps=8.0, **more)] * 2,
         "llama.cpp": [trial(decode_tps=4.0, peak_mb=None, **more)] * 2,
@@ -93,12 +93,12 @@ def test_figures_that_an_engine_has_not_are_left_out(capsys):
     loaded = dict.fromkeys(trials, facts)
     cold = {name: done[0] for name, done in trials.items()}
     case = {**more, "batch": 1, "order": [], "cold": cold, "trials": trials}
-    case = bench_report.report_case(case, loaded, 10.0)
+    case = bench_report.report_case(case, loaded, 10.0, None)
     assert list(case["ratios"]) == ["husky / llama.cpp"]
     assert case["ratios"]["husky / llama.cpp"]["decode_tps"]["median"] == 2.0
     assert "peak_mb" not in case["ratios"]["husky / llama.cpp"]
     settings = {**SETTINGS, "config": None, "num_trials": 2}
-    bench_table.print_table(bench_report.report(settings, loaded, [case], [10.0], 0.0))
+    bench_table.print_table(bench_report.report(settings, loaded, [case], [10.0], [], 0.0))
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("peak MLX memory")]
     assert line.split() == ["peak", "MLX", "memory,", "MB", "1.0"]
 
@@ -134,6 +134,14 @@ def test_bytes_a_token_and_percent_of_the_copy_by_hand(fake_engines):
     assert figures["token_mb"]["median"] == (100 + 2 * 10) / 2
     # The second trial decodes 20 tokens a second: 10 steps of 120 MB, of 20 GB/s.
     assert figures["percent_of_copy"]["median"] == pytest.approx(100 * 10 * 0.120 / 20)
+
+
+def test_percent_of_the_matmul_rate_by_hand(fake_engines):
+    fake_engines()
+    (case,) = bench_run.compare(["husky"], SETTINGS | {"num_trials": 1})["cases"]
+    figures = case["engines"]["husky"]["figures"]
+    # 10^9 operations in the second trial's 2 ms: 0.5 of 8 TFLOP/s.
+    assert figures["percent_of_matmul"]["median"] == pytest.approx(100 * 0.5 / 8)
 
 
 def test_markdown_and_a_picture(fake_engines, monkeypatch, capsys, tmp_path):

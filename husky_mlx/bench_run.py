@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,15 @@ import numpy as np
 
 from husky_mlx.bandwidth import roofs_apart
 from husky_mlx.bench_machine import Bystanders
-from husky_mlx.bench_report import BASELINE, LLAMA_CPP, SIXTEEN_BIT, in_order, report, report_case
+from husky_mlx.bench_report import (
+    BASELINE,
+    FIGURES,
+    LLAMA_CPP,
+    SIXTEEN_BIT,
+    in_order,
+    report,
+    report_case,
+)
 from husky_mlx.errors import HuskyError
 from husky_mlx.notices import notice
 from husky_mlx.paths import child_environment
@@ -27,6 +36,9 @@ SEED = 0
 # Prompt and reply. On a CPU mlx-lm reads about 10 tokens a second and writes 7 (4 bit, 2 cores).
 DEFAULT_LENGTHS = {"cpu": (64, 32), "metal": (1024, 512), "cuda": (1024, 512)}
 DEFAULT_ROUNDS = {"cpu": 3, "metal": 5, "cuda": 5}
+# A trial shorter than this is repeated, and its medians count: of a reply that takes a tenth of a
+# second one hesitation of the machine would be much.
+TRIAL_SECONDS = 1.0
 # Of the memory that MLX may use: what all engines together may take before one is left out.
 MEMORY_SHARE = 0.8
 
@@ -233,7 +245,7 @@ def _run_case(
     order = interleave(names, rounds)
     for number, turn in enumerate(order, 1):
         for name in turn:
-            trials[name].append(engines[name].trial(request))
+            trials[name].append(_settled(engines[name], request))
         speeds = ", ".join(f"{name} {trials[name][-1]['decode_tps']:.1f}" for name in names)
         notice(f"round {number} of {len(order)}: decode tok/s {speeds}")
     return {
@@ -244,6 +256,19 @@ def _run_case(
         "trials": trials,
         "order": order,
     }
+
+
+def _settled(engine: EngineProcess, request: dict) -> dict[str, Any]:
+    """The medians of as many trials as TRIAL_SECONDS take; ``repeats`` says how many."""
+    done = [engine.trial(request)]
+    while sum(trial["total_s"] for trial in done) < TRIAL_SECONDS:
+        done.append(engine.trial(request))
+    medians = {
+        key: statistics.median(trial[key] for trial in done)
+        for key in FIGURES
+        if done[0].get(key) is not None
+    }
+    return done[-1] | medians | {"repeats": len(done)}
 
 
 def engine_command(name: str) -> list[str]:

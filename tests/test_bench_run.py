@@ -59,6 +59,18 @@ def test_trials_interleave_on_equal_tokens_and_the_warm_up_is_apart_C126(fake_en
     }
 
 
+def test_short_trials_are_repeated_and_their_medians_count(fake_engines, monkeypatch):
+    log = fake_engines()
+    monkeypatch.setattr(bench_run, "TRIAL_SECONDS", 2.5)  # of trials of one second
+    result = bench_run.compare(["husky"], SETTINGS | {"num_trials": 2})
+    assert len([entry for entry in log() if "request" in entry]) == 1 + 2 * 3
+    (case,) = result["cases"]
+    trials = case["engines"]["husky"]["trials"]
+    assert [done["repeats"] for done in trials] == [3, 3]
+    # Trial n takes n ms to its first token; the first of all is the cold one.
+    assert [done["first_token_ms"] for done in trials] == [3.0, 6.0]
+
+
 def test_default_lengths_are_those_of_the_target_and_printed(fake_engines, capsys):
     log = fake_engines()
     settings = SETTINGS | dict.fromkeys(("prompt_tokens", "generation_tokens", "num_trials"))

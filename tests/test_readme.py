@@ -96,6 +96,9 @@ RUNS = {
     "husky eval --tokens 512 --recipes 4bit-uniform --rounding rtn,gptq,awq --group-size 128": Run(
         "KL", f"{OURS} --rounding rtn"
     ),
+    "husky eval --tokens 512 --recipes auto --rounding gptq --budget 4.4507 --group-size 128": Run(
+        "KL", f"{OURS} --rounding rtn"
+    ),
     'husky cache-prompt --model smollm2 --prompt "$(cat README.md)" '
     "--prompt-cache-file readme.safetensors": Run("", instead={"$(cat README.md)": "A text."}),
     "husky generate --model smollm2 --prompt-cache-file readme.safetensors "

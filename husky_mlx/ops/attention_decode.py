@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from husky_mlx.kernels import launch
 from husky_mlx.ops.gemv import Platform
-from husky_mlx.policy import policy
+from husky_mlx.policy import chained_attention, policy
 from husky_mlx.tiles import AttentionShape
 
 
@@ -38,8 +38,14 @@ def attention_decode_kernel(
     shape = AttentionShape(
         m, heads, keys.shape[1], head_dim, keys.shape[2], batched, queries.dtype.size
     )
-    tile = policy("attention_decode", shape, 16, platform.chip)
+    chip = platform.chip
+    tile = (
+        chained_attention(shape, chip)
+        if platform.chained
+        else policy("attention_decode", shape, 16, chip)
+    )
     whole = tile.splits == 1  # type: ignore[union-attr]
+    result = ((m, heads * head_dim), queries.dtype)
     (attended,) = launch(
         "attention_decode",
         {
@@ -48,7 +54,11 @@ def attention_decode_kernel(
             "values": values,
             "place": place,
         },
-        [((m, heads, head_dim), queries.dtype) if whole else ((tile.partials(shape),), mx.float32)],  # type: ignore[union-attr]
+        [
+            ((m, heads * head_dim), queries.dtype)
+            if whole
+            else ((tile.partials(shape),), mx.float32)
+        ],  # type: ignore[union-attr]
         {
             "T": queries.dtype,
             "M": m,
@@ -63,14 +73,14 @@ def attention_decode_kernel(
         platform.backend,
     )
     if not whole:
-        combine = policy("attention_combine", shape, 16, platform.chip)
+        combine = policy("attention_combine", shape, 16, chip)
         (attended,) = launch(
             "attention_combine",
             {"partials": attended},
-            [((m, heads, head_dim), queries.dtype)],
+            [result],
             {"T": queries.dtype, "VECTORS": m * heads, "D": head_dim, **combine.template()},
             combine.grid(shape),  # type: ignore[arg-type]
             combine.threadgroup,
             platform.backend,
         )
-    return attended.reshape(m, -1)
+    return attended

@@ -17,7 +17,7 @@ from husky_mlx.kernel_source import KernelSource, kernel_source
 from husky_mlx.kernels import Launch
 
 # As in metal_kernels/prelude/chain.h.
-RECORD, POINTERS, SHAPE = 16, 4, 12
+RECORD, POINTERS, SHAPE, AHEAD, SEGMENTS, PIECE = 28, 4, 12, 16, 4, 4096
 REGION = 256  # bytes that arrays between launches are aligned to
 # Of 4 KiB for the parameters of a kernel, in pointers.
 MOST_POINTERS = 500
@@ -50,7 +50,7 @@ class Chain:
     scratch: int
 
 
-def chain(launches: Sequence[Launch], results: Sequence[mx.array]) -> Chain:
+def chain(launches: Sequence[Launch], results: Sequence[mx.array], window: int = 0) -> Chain:
     """The launches, which are in order, as one; ``results`` are those of their outputs that
     somebody reads afterwards.
 
@@ -79,9 +79,52 @@ def chain(launches: Sequence[Launch], results: Sequence[mx.array]) -> Chain:
         phase = _phase(launch)
         number = phases.setdefault(phase, len(phases))
         records.append(_record(number, launch, phase.signature, places))
+    for record, segments in zip(records, _ahead(launches, window), strict=True):
+        for i, (array, start, count) in enumerate(segments):
+            at = AHEAD + 3 * i
+            record[at : at + 3] = [places[id(array)], start, count]
     return Chain(
-        tuple(phases), tuple(records), tuple(inputs.values()), tuple(outside.values()), scratch
+        tuple(phases),
+        tuple(map(tuple, records)),
+        tuple(inputs.values()),
+        tuple(outside.values()),
+        scratch,
     )
+
+
+def _ahead(launches: Sequence[Launch], window: int) -> list[list[tuple[mx.array, int, int]]]:
+    """What each launch asks for in advance: of arrays where to begin and how much, in PIECEs.
+
+    All matrices together are one stream, of which ``window`` bytes behind what launches before have
+    read are on their way or there: more would drive each other out of the cache.
+    """
+    matrices = [
+        (number, launch.inputs["constants"])
+        for number, launch in enumerate(launches)
+        if "constants" in launch.inputs and launch.op != "embed"
+    ]
+    stream: list[tuple[mx.array, int]] = []  # every whole piece
+    starts = [0]
+    for _, array in matrices:
+        stream += [(array, piece) for piece in range(array.nbytes // PIECE)]
+        starts.append(len(stream))
+    asked, found = 0, []
+    for number in range(len(launches)):
+        before = sum(of < number for of, _ in matrices)
+        until = min(starts[before] + window // PIECE, len(stream))
+        asked = max(asked, starts[before])
+        segments: list[tuple[mx.array, int, int]] = []
+        while asked < until and len(segments) <= SEGMENTS:
+            array, piece = stream[asked]
+            if segments and segments[-1][0] is array:
+                segments[-1] = (array, segments[-1][1], segments[-1][2] + 1)
+            elif len(segments) < SEGMENTS:
+                segments.append((array, piece, 1))
+            else:
+                break
+            asked += 1
+        found.append(segments)
+    return found
 
 
 def _phase(launch: Launch) -> Phase:
@@ -109,7 +152,7 @@ def _type(array: mx.array) -> ArrayType:
 
 def _record(
     number: int, launch: Launch, signature: Signature, places: Mapping[int, int]
-) -> tuple[int, ...]:
+) -> list[int]:
     record = [0] * RECORD
     tiles = [size // of for size, of in zip(launch.grid, launch.threadgroup, strict=True)]
     record[:POINTERS] = [number, *tiles]
@@ -122,7 +165,7 @@ def _record(
         record[POINTERS + i] = places[id(arrays[parameter.name])]
     for parameter in facts:
         shape = launch.inputs[parameter.array].shape
-        if len(shape) > RECORD - SHAPE:
+        if len(shape) > AHEAD - SHAPE:
             raise ChainError(f"{launch.op}: a shape of {len(shape)} numbers")
         record[SHAPE : SHAPE + len(shape)] = shape
-    return tuple(record)
+    return record

@@ -115,6 +115,7 @@ HUSKY_FUNC void run_all(const void* const* arrays_given) {{
 #pragma unroll 1
   for (int number = 0; number < RECORDS; number++) {{
     const chain::Arrays arrays = {{records + number * chain::RECORD, pointers, scratch, arena}};
+    chain::fetch_ahead(arrays);
     switch (arrays.record[0]) {{
 {cases}
     }}

@@ -21,6 +21,7 @@ from husky_mlx.kernel_signature import ArrayType, metal_type
 from husky_mlx.kernels import OUTLINE, Launch
 from husky_mlx.ops.gemv import Platform
 
+FETCH_AHEAD = 16 << 20
 COUNTER_SIZE = 16  # MLX keeps arrays of 8 bytes in memory that the CPU shares
 
 
@@ -68,7 +69,7 @@ class SingleLaunchGraph(FusedGraph):
 
     def _run(self, launches: Sequence[Launch], results: Sequence[mx.array]) -> list[mx.array]:
         """The results of a step, and an array that depends on all that it writes."""
-        made = chain(launches, results)
+        made = chain(launches, results, FETCH_AHEAD)
         records = mx.array(made.records, mx.int32).reshape(-1) + 0  # on the device
         mx.eval(records)
         built = _build(made, records, self._counter, self.dtype)

@@ -12,9 +12,11 @@ namespace chain {
 
 constexpr int THREADS = 512;
 constexpr int MOST_PARTS = 8;
-constexpr int RECORD = 16;   // int32 a phase: function, grid, pointers, one input's shape
+constexpr int RECORD = 28;   // int32 a phase: function, grid, pointers, one input's shape, pieces
 constexpr int POINTERS = 4;  // where they begin in it
 constexpr int SHAPE = 12;
+constexpr int AHEAD = 16;
+constexpr int SEGMENTS = 4;
 // Longer than any phase takes, a debugger's slow ones included: what waits so long waits for ever.
 constexpr unsigned long long PATIENCE = 20000000000ull;  // ns
 
@@ -95,8 +97,8 @@ HUSKY_FUNC void arrive(bool first) {
   __syncthreads();
   if (threadIdx.x == 0) {
     unsigned long long* counter = grid_counter();
-    __threadfence();
     if (first) {
+      __threadfence();
       const unsigned long long before = atomicAdd(counter, 1ull);
       state().target = (before / gridDim.x + 1) * gridDim.x;
     } else {
@@ -118,11 +120,35 @@ struct Arrays {
   char* arena;
 
   template <class T> HUSKY_FUNC T* at(int index) const {
-    const int found = record[POINTERS + index];
+    return array<T>(record[POINTERS + index]);
+  }
+  template <class T> HUSKY_FUNC T* array(int found) const {
     return found >= 0 ? reinterpret_cast<T*>(const_cast<void*>(pointers[found]))
                       : reinterpret_cast<T*>(scratch + size_t(~found) * 256);
   }
 };
+
+// Asks for what later phases will read, so that memory never waits while the grid does. A segment
+// is an array, where to begin and how much, both in pieces of PIECE bytes.
+constexpr int PIECE = 4096;
+
+HUSKY_FUNC void fetch_ahead(const Arrays& arrays) {
+#if __CUDA_ARCH__ >= 900
+#pragma unroll 1
+  for (int i = 0; i < SEGMENTS; i++) {
+    const int* segment = arrays.record + AHEAD + 3 * i;
+    const int count = segment[2];
+    if (count == 0) {
+      return;
+    }
+    const char* start = arrays.array<const char>(segment[0]) + size_t(segment[1]) * PIECE;
+    for (int at = blockIdx.x + threadIdx.x * gridDim.x; at < count; at += THREADS * gridDim.x) {
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
+                   : : "l"(start + size_t(at) * PIECE), "n"(PIECE) : "memory");
+    }
+  }
+#endif
+}
 
 }  // namespace chain
 }  // namespace metal

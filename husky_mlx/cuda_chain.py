@@ -22,10 +22,12 @@ from husky_mlx.metal_text import (
 )
 from husky_mlx.paths import cache_dir, write_whole
 
-BLOCK_THREADS = 512
+PHASE_THREADS = 512  # as in chain.h
+BLOCK_THREADS = PHASE_THREADS + 32
 # What the phases' arrays in threadgroup memory share. With the records it stays below what every
 # GPU from compute capability 8.0 on gives a block.
-ARENA_BYTES = 64 * 1024
+ARENA_BYTES = 48 * 1024
+RING_BYTES = 16 * 4 * 1536  # of chain.h
 
 _ATTRIBUTES = {
     "threadgroup_position_in_grid": "position",
@@ -63,7 +65,7 @@ def translate_chain(made: Chain, signature: Signature) -> ChainSource:
     call = f"  const void* arrays[] = {{{pointers}}};\n  ::metal::{name}::run_all(arrays);\n"
     records = 4 * RECORD * len(made.records)
     tables = -(-(records + 8 * (len(signature.buffers) - 3)) // 16) * 16
-    return ChainSource(CudaSource(f'#include "{file}"\n', call, file), tables + ARENA_BYTES)
+    return ChainSource(CudaSource(f'#include "{file}"\n', call, file), RING_BYTES + tables + ARENA_BYTES)
 
 
 def _file_text(made: Chain, pointers: int) -> str:
@@ -73,8 +75,10 @@ def _file_text(made: Chain, pointers: int) -> str:
     return (
         f'#pragma once\n#include "{kernel_folder() / "prelude_cuda.h"}"\n'
         f'#include "{kernel_folder() / "prelude" / "chain.h"}"\n'
-        "#undef MSL_INPUTS_READY\n#undef MSL_SHARED_ASM\n#define MSL_SHARED_ASM asm volatile\n"
-        f"#define MSL_INPUTS_READY() ::metal::chain::ready<HUSKY_COUNT>()\n"
+        "#undef MSL_INPUTS_READY\n#undef MSL_SHARED_ASM\n#undef MSL_HAS_RING\n#undef MSL_RING\n"
+        "#define MSL_SHARED_ASM asm volatile\n#define MSL_HAS_RING true\n"
+        "#define MSL_RING(bytes) ::metal::chain::ring<bytes>()\n"
+        f"#define MSL_INPUTS_READY() ::metal::chain::ready()\n"
         "#define threadgroup_barrier(flags) ::metal::chain::part_barrier<HUSKY_COUNT>()\n"
         f"namespace metal {{ namespace {_NAMESPACE} {{\n"
         f"{''.join(_phase(i, phase) for i, phase in enumerate(phases))}"
@@ -85,13 +89,13 @@ constexpr int OUTPUTS = {outputs};
 
 // arrays: the chain's inputs, records, counter, the chain's outputs, scratch.
 HUSKY_FUNC void run_all(const void* const* arrays_given) {{
-  extern __shared__ uint4 husky_shared[];
+  uint4* husky_shared = chain::shared_memory() + chain::RING_BYTES / 16;
   int* records = reinterpret_cast<int*>(husky_shared);
   const void** pointers = reinterpret_cast<const void**>(records + chain::RECORD * RECORDS);
   char* arena = reinterpret_cast<char*>(husky_shared) +
                 (size_t(RECORDS) * chain::RECORD * 4 + (INPUTS + OUTPUTS) * 8 + 15) / 16 * 16;
   const int4* given = reinterpret_cast<const int4*>(arrays_given[INPUTS]);
-  for (int i = threadIdx.x; i < RECORDS * chain::RECORD / 4; i += chain::THREADS) {{
+  for (int i = threadIdx.x; i < RECORDS * chain::RECORD / 4; i += chain::ALL_THREADS) {{
     reinterpret_cast<int4*>(records)[i] = given[i];
   }}
   if (threadIdx.x == 0) {{
@@ -103,24 +107,26 @@ HUSKY_FUNC void run_all(const void* const* arrays_given) {{
     for (int i = 0; i < OUTPUTS; i++) {{
       pointers[INPUTS + i] = arrays_given[INPUTS + 2 + i];
     }}
-    chain::grid_counter(
-        reinterpret_cast<unsigned long long*>(const_cast<void*>(arrays_given[INPUTS + 1])));
-  }}
-  if (threadIdx.x < chain::MOST_PARTS) {{
-    chain::state().pending[threadIdx.x] = 0;
   }}
   __syncthreads();
   char* scratch =
       reinterpret_cast<char*>(const_cast<void*>(arrays_given[INPUTS + 2 + OUTPUTS]));
+  if (threadIdx.x >= chain::THREADS) {{
+    const chain::Arrays arrays = {{records, pointers, scratch, arena}};
+    chain::keep_barriers<RECORDS>(
+        arrays, reinterpret_cast<unsigned long long*>(const_cast<void*>(arrays_given[INPUTS + 1])));
+    return;
+  }}
 #pragma unroll 1
   for (int number = 0; number < RECORDS; number++) {{
     const chain::Arrays arrays = {{records + number * chain::RECORD, pointers, scratch, arena}};
-    chain::fetch_ahead(arrays);
+    chain::set_pending(number > 0);
     switch (arrays.record[0]) {{
 {cases}
     }}
+    chain::ready();
     if (number + 1 < RECORDS) {{
-      chain::arrive(number == 0);
+      chain::barrier_arrive(chain::DONE, chain::ALL_THREADS);
     }}
   }}
 }}
@@ -130,7 +136,7 @@ HUSKY_FUNC void run_all(const void* const* arrays_given) {{
 
 
 def _phase(number: int, phase: Phase) -> str:
-    if phase.threads > BLOCK_THREADS:
+    if phase.threads > PHASE_THREADS:
         raise ChainError(f"{phase.op}: threadgroups of {phase.threads} threads")
     declared: list[str] = []
 
@@ -152,7 +158,7 @@ def _phase(number: int, phase: Phase) -> str:
     values = ", ".join(value for _, _, value in phase.signature.template)
     pointers = [p for p in phase.signature.buffers if p.role in ("input", "output")]
     arguments = ", ".join(_argument(p, pointers, phase.op) for p in phase.signature.parameters)
-    waits = "" if "gemv_mma" in source.header else "    chain::ready<HUSKY_COUNT>();\n"
+    waits = "" if "gemv_mma" in source.header else "    chain::ready();\n"
     return (
         f"namespace phase_{number} {{  // {phase.op}\n"
         f"constexpr int HUSKY_COUNT = {phase.threads};\n"
@@ -178,7 +184,6 @@ __device__ __noinline__ void run(const chain::Arrays& arrays) {{
     body{f"<{values}>" if values else ""}({arguments}, arrays.arena + part * HUSKY_ARENA);
     chain::part_barrier<HUSKY_COUNT>();
   }}
-  chain::ready<HUSKY_COUNT>();
 }}
 }}
 """

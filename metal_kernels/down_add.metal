@@ -10,7 +10,7 @@ constexpr int TILE = ROWS * SIMDGROUPS / KSPLIT;
 constexpr int SUMS = gemv_partial<M, ROWS, SIMDGROUPS, KSPLIT>();
 // Whether a thread finishes one value at most.
 constexpr bool SINGLE = M * TILE <= 32 * SIMDGROUPS;
-threadgroup float4 staged[1];
+threadgroup float4 staged[gemv_staged<T, BITS, GROUP, K, M, false>()];
 threadgroup float partial[SUMS];
 const uint first = threadgroup_position_in_grid.x * TILE;
 // Asked for before the product, which takes longer than the way from memory.

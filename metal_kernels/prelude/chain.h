@@ -1,16 +1,19 @@
 // Kernels chained in one persistent launch: each is a phase, and a barrier of the whole grid stands
 // between two. CUDA only: on Metal nobody promises that all threadgroups of a grid make progress.
 //
-// A block has THREADS threads. A phase whose kernel takes fewer has several threadgroups side by
-// side in a block, its *parts*, each with a barrier of its own. The barrier of the grid is split:
-// a block arrives at the end of a phase, and in the next one a part waits only when it needs what
-// the others left, after it has asked for its first weights.
+// A block has THREADS threads that compute. A phase whose kernel takes fewer has several
+// threadgroups side by side in a block, its *parts*, each with a barrier of its own. One more warp
+// stands for the block at the barrier of the grid, so that the others never wait for memory to
+// agree that they are done: they go on to the next phase, ask for its first weights, and wait only
+// when they need what other blocks have left.
 #pragma once
 
 namespace metal {
 namespace chain {
 
 constexpr int THREADS = 512;
+constexpr int WARPS = THREADS / 32;
+constexpr int ALL_THREADS = THREADS + 32;
 constexpr int MOST_PARTS = 8;
 constexpr int RECORD = 28;   // int32 a phase: function, grid, pointers, one input's shape, pieces
 constexpr int POINTERS = 4;  // where they begin in it
@@ -20,27 +23,60 @@ constexpr int SEGMENTS = 4;
 // Longer than any phase takes, a debugger's slow ones included: what waits so long waits for ever.
 constexpr unsigned long long PATIENCE = 20000000000ull;  // ns
 
-struct State {
-  unsigned long long target;
-  int pending[MOST_PARTS];
-};
+// The shared memory of a launch begins with a ring for each warp's weights on their way.
+constexpr int RING_BYTES = WARPS * 4 * 1536;
 
-HUSKY_FUNC State& state() {
-  __shared__ State shared;
-  return shared;
+HUSKY_FUNC uint4* shared_memory() {
+  extern __shared__ uint4 husky_shared[];
+  return husky_shared;
 }
+
+template <int BYTES> HUSKY_FUNC char* ring() {
+  static_assert(BYTES * WARPS <= RING_BYTES, "a warp's ring is larger than its share");
+  return reinterpret_cast<char*>(shared_memory()) + threadIdx.x / 32 * BYTES;
+}
+
+// Barriers of a block besides those of its parts, which are 1 to MOST_PARTS.
+enum Barrier { WHOLE = MOST_PARTS + 1, DONE, READY };
 
 template <int COUNT> HUSKY_FUNC constexpr int parts_of() {
   return THREADS / COUNT < MOST_PARTS ? THREADS / COUNT : MOST_PARTS;
 }
 
+HUSKY_FUNC void barrier_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" : : "r"(barrier), "r"(threads) : "memory");
+}
+HUSKY_FUNC void barrier_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" : : "r"(barrier), "r"(threads) : "memory");
+}
+
 // The barrier of the COUNT threads of a part.
 template <int COUNT> HUSKY_FUNC void part_barrier() {
-  if constexpr (COUNT == THREADS) {
-    __syncthreads();
-  } else {
-    asm volatile("bar.sync %0, %1;" : : "r"(1 + threadIdx.x / COUNT), "n"(COUNT) : "memory");
+  barrier_sync(COUNT == THREADS ? int(WHOLE) : 1 + int(threadIdx.x) / COUNT, COUNT);
+}
+
+// Whether a warp still has to wait for the phase before.
+HUSKY_FUNC bool& pending() {
+  __shared__ bool of_warp[WARPS];
+  return of_warp[threadIdx.x / 32];
+}
+
+HUSKY_FUNC void set_pending(bool value) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    pending() = value;
   }
+  __syncwarp();
+}
+
+// All warps of a part alike: waits for the phase before, once; true for the call that did.
+HUSKY_FUNC bool ready() {
+  if (!pending()) {
+    return false;
+  }
+  barrier_sync(READY, ALL_THREADS);
+  set_pending(false);
+  return true;
 }
 
 HUSKY_FUNC unsigned long long nanoseconds() {
@@ -64,52 +100,6 @@ HUSKY_FUNC void wait_for(const unsigned long long* counter, unsigned long long t
       }
     }
   }
-}
-
-HUSKY_FUNC unsigned long long* grid_counter(unsigned long long* set = nullptr) {
-  __shared__ unsigned long long* counter;
-  if (set != nullptr) {
-    counter = set;
-  }
-  return counter;
-}
-
-// All threads of a part: waits for the end of the phase before, once; true for the call that did.
-template <int COUNT> HUSKY_FUNC bool ready() {
-  const int part = threadIdx.x / COUNT;
-  if (state().pending[part] == 0) {
-    return false;
-  }
-  const bool leads = threadIdx.x % COUNT == 0;
-  if (leads) {
-    wait_for(grid_counter(), state().target);
-  }
-  part_barrier<COUNT>();
-  if (leads) {
-    state().pending[part] = 0;
-  }
-  return true;
-}
-
-// All threads of a block: it has done its share of a phase. The counter only ever grows, by one
-// for each block and barrier, so that it stands at a multiple of the grid between two launches.
-HUSKY_FUNC void arrive(bool first) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    unsigned long long* counter = grid_counter();
-    if (first) {
-      __threadfence();
-      const unsigned long long before = atomicAdd(counter, 1ull);
-      state().target = (before / gridDim.x + 1) * gridDim.x;
-    } else {
-      asm volatile("red.release.gpu.global.add.u64 [%0], 1;" : : "l"(counter) : "memory");
-      state().target += gridDim.x;
-    }
-  }
-  if (threadIdx.x < MOST_PARTS) {
-    state().pending[threadIdx.x] = 1;
-  }
-  __syncthreads();
 }
 
 // Where a phase's arrays are: `pointers` from outside, or `scratch` in units of 256 bytes.
@@ -142,12 +132,40 @@ HUSKY_FUNC void fetch_ahead(const Arrays& arrays) {
       return;
     }
     const char* start = arrays.array<const char>(segment[0]) + size_t(segment[1]) * PIECE;
-    for (int at = blockIdx.x + threadIdx.x * gridDim.x; at < count; at += THREADS * gridDim.x) {
+    const int first = blockIdx.x + threadIdx.x % 32 * gridDim.x;
+    for (int at = first; at < count; at += 32 * gridDim.x) {
       asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
                    : : "l"(start + size_t(at) * PIECE), "n"(PIECE) : "memory");
     }
   }
 #endif
+}
+
+// The warp that stands for a block. The counter only ever grows, by one for each block and barrier,
+// so that it stands at a multiple of the grid between two launches.
+template <int PHASES>
+HUSKY_FUNC void keep_barriers(Arrays arrays, unsigned long long* counter) {
+  const bool leads = threadIdx.x % 32 == 0;
+  unsigned long long target = 0;
+#pragma unroll 1
+  for (int number = 0; number + 1 < PHASES; number++) {
+    fetch_ahead(arrays);
+    arrays.record += RECORD;
+    barrier_sync(DONE, ALL_THREADS);
+    if (leads) {
+      if (number == 0) {
+        __threadfence();
+        const unsigned long long before = atomicAdd(counter, 1ull);
+        target = (before / gridDim.x + 1) * gridDim.x;
+      } else {
+        asm volatile("red.release.gpu.global.add.u64 [%0], 1;" : : "l"(counter) : "memory");
+        target += gridDim.x;
+      }
+      wait_for(counter, target);
+    }
+    __syncwarp();
+    barrier_arrive(READY, ALL_THREADS);
+  }
 }
 
 }  // namespace chain

@@ -184,12 +184,8 @@ class FusedGraph:
             x = o_proj_add_kernel(attended, x, layer.o_proj, platform)
             activated = rms_gate_up_swiglu_kernel(x, eps, layer.gate_up, platform)
             x = down_add_kernel(activated, x, layer.down_proj, platform)
-        return x, next_places(places, following, length)
-
-
-def next_places(places: list[mx.array], following: mx.array, length: int) -> list[mx.array]:
-    """``following`` is what the first one has become; the others move on as well."""
-    return [following, *(place + mx.array(advance(length)) for place in places[1:])]
+        others = [place + mx.array(advance(length)) for place in places[1:]]
+        return x, [following, *others]
 
 
 def _order(x: mx.array) -> mx.array:

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Mapping
 
-from husky_mlx import chips, device, single_launch
+from husky_mlx import chips, device
 from husky_mlx.config import LlamaConfig
 from husky_mlx.freeze import StepGraph
 from husky_mlx.fused import FusedGraph, fused_weights
@@ -19,7 +19,6 @@ from husky_mlx.prefill import Prefill
 from husky_mlx.products import Products
 from husky_mlx.selftest import SelfTest
 from husky_mlx.short_prompt import ShortPrompt
-from husky_mlx.single_launch import SingleLaunchGraph
 from husky_mlx.tiles import GemvTile
 
 
@@ -56,8 +55,7 @@ def choose_graph(
     if not self_test.passes(1, batched=False):
         return twin
     plan.kernels, plan.launches = "fused kernels", launch_lines(made, platform)
-    kind = SingleLaunchGraph if single_launch.wanted(platform, made) else FusedGraph
-    graph = kind(config, made, plan, platform, self_test)
+    graph = FusedGraph(config, made, plan, platform, self_test)
     if self_test.prompts_pass():
         itemsize = made.embedding.dtype.size
         threshold = functools.partial(dequantize_from, platform.chip)

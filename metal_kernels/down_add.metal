@@ -8,17 +8,9 @@
 constexpr Parts AT = parts<T, BITS, GROUP, N, K, HAS_BIAS>();
 constexpr int TILE = ROWS * SIMDGROUPS / KSPLIT;
 constexpr int SUMS = gemv_partial<M, ROWS, SIMDGROUPS, KSPLIT>();
-// Whether a thread finishes one value at most.
-constexpr bool SINGLE = M * TILE <= 32 * SIMDGROUPS;
-threadgroup float4 staged[gemv_staged<T, BITS, GROUP, K, M, false>()];
+threadgroup float4 staged[1];
 threadgroup float partial[SUMS];
 const uint first = threadgroup_position_in_grid.x * TILE;
-// Asked for before the product, which takes longer than the way from memory.
-float before = 0.0f;
-if (SINGLE && thread_index_in_threadgroup < M * TILE) {
-  const uint m = thread_index_in_threadgroup / TILE;
-  before = float(residual[m * N + min(first + thread_index_in_threadgroup % TILE, uint(N - 1))]);
-}
 gemv<T, BITS, GROUP, K, N, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, false>(
     activated, activated, 0.0f, constants, part<T>(constants, AT.scales), part<T>(constants, AT.biases), first,
     first + TILE / 2, staged, partial, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
@@ -30,6 +22,6 @@ for (uint i = thread_index_in_threadgroup; i < M * TILE; i += 32 * SIMDGROUPS) {
     if (HAS_BIAS) {
       value += float(part<T>(constants, AT.bias)[row]);
     }
-    y[m * N + row] = T((SINGLE ? before : float(residual[m * N + row])) + value);
+    y[m * N + row] = T(float(residual[m * N + row]) + value);
   }
 }

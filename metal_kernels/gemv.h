@@ -12,7 +12,6 @@
 #include "gemv_lanes.h"
 #ifdef MSL_CUDA
 #include "gemv_mma.h"
-#include "gemv_pipe.h"
 #endif
 
 // Whether the platform multiplies T on matrix units.
@@ -26,14 +25,9 @@ inline constexpr bool has_mma() {
 }
 
 // Threadgroup memory that a tile needs: float4 elements for the staged x, floats for the sums.
-template <typename T, int BITS, int GROUP, int K, int M, bool NORM>
+template <typename T, int K, int M, bool NORM>
 inline constexpr int gemv_staged() {
-#ifdef MSL_CUDA
-  if constexpr (has_mma<T>()) {
-    return StagedX<T, BITS, GROUP, K, M, NORM>::SIZE;
-  }
-#endif
-  return 1;
+  return has_mma<T>() && NORM ? M * K / 8 : 1;
 }
 template <int M, int ROWS, int SIMDGROUPS, int KSPLIT>
 inline constexpr int gemv_partial() {
@@ -61,12 +55,7 @@ inline void gemv(
   const uint offset = simdgroup / KSPLIT * (ROWS / 2);
   threadgroup float* sums_out = partial + part * M * TILE + offset;
 #ifdef MSL_CUDA
-  if constexpr (has_mma<T>() && MSL_HAS_RING && pipe_fits<T, BITS, GROUP, K, M, ROWS, NORM>()) {
-    gemv_pipe<T, BITS, GROUP, K, N, M, SIMDGROUPS, KSPLIT, NORM>(
-        x, norm, eps, reinterpret_cast<const device uint*>(weight), scales, biases, first + offset,
-        second + offset, reinterpret_cast<threadgroup uint*>(staged), partial, sums_out,
-        MSL_RING(PIPE_STAGES * PIPE_STAGE_BYTES), simdgroup, lane);
-  } else if constexpr (has_mma<T>()) {
+  if constexpr (has_mma<T>()) {
     gemv_mma<T, BITS, GROUP, K, N, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, NORM>(
         x, norm, eps, reinterpret_cast<const device uint*>(weight), scales, biases, first + offset,
         second + offset, reinterpret_cast<threadgroup uint*>(staged), partial, sums_out, simdgroup,

@@ -13,7 +13,17 @@
 #include "mma.h"
 #include "mma_batch.h"
 #include "mma_operands.h"
-#include "stage_x.h"
+#include "stage_normed.h"
+
+// Where x comes from: the threadgroup's normed copy, or the input.
+template <bool NORM>
+inline vec<uint, 4> load_x(const device uint* x, const threadgroup uint* staged, uint word) {
+  if constexpr (NORM) {
+    return *reinterpret_cast<const threadgroup vec<uint, 4>*>(staged + word);
+  } else {
+    return load_shared_words(x + word);
+  }
+}
 
 template <
     typename T, int BITS, int GROUP, int K, int N, int M, int ROWS, int SIMDGROUPS, int KSPLIT,
@@ -38,11 +48,6 @@ inline void gemv_mma(
   constexpr int BATCHES = (K + Shape::BATCH - 1) / Shape::BATCH;
   constexpr int STEPS = (BATCHES + KSPLIT - 1) / KSPLIT;
   constexpr int PAIRS = Shape::VALUES / 2;
-  typedef StagedX<T, BITS, GROUP, K, M, NORM> Place;
-  const threadgroup vec<uint, 4>* staged_words =
-      reinterpret_cast<const threadgroup vec<uint, 4>*>(staged);
-  const threadgroup float* staged_sums =
-      reinterpret_cast<const threadgroup float*>(staged_words + Place::SUMS);
   static_assert(ROWS % 16 == 0, "ROWS must be a multiple of 16");
   const int line = int(lane) / 4;
   const int team = int(lane) % 4;
@@ -61,12 +66,8 @@ inline void gemv_mma(
   if (BATCHES >= KSPLIT || part < BATCHES) {
     load_batch<T, BITS, GROUP, K, M, UNROLL, TILES>(rows, part, team, current);
   }
-  const bool fresh = MSL_INPUTS_READY();
-  if constexpr (Place::STAGED) {
-    if (fresh) {
-      stage_x<T, BITS, GROUP, K, M, SIMDGROUPS, NORM>(
-          x, norm, eps, staged, partial, simdgroup, lane);
-    }
+  if constexpr (NORM) {
+    stage_normed<T, K, M, SIMDGROUPS>(x, norm, eps, staged, partial, simdgroup, lane);
   }
 #pragma unroll 1
   for (int step = 0; step < STEPS; step++) {
@@ -82,41 +83,19 @@ inline void gemv_mma(
         const int column = block * 8 + line;
         const int m = column / Shape::GROUPS;
         const bool mine = m < M && column % Shape::GROUPS == team * Shape::GROUPS / 4;
-        const bool reads = mine && (Shape::WHOLE || k < K);
         uint pairs[PAIRS];
+#pragma unroll
+        for (int i = 0; i < PAIRS; i += 4) {
+          vec<uint, 4> words = vec<uint, 4>(0u);
+          if (mine && (Shape::WHOLE || k < K)) {
+            words = load_x<NORM>(
+                reinterpret_cast<const device uint*>(x), staged, (m * K + k) / 2 + i);
+          }
+          pair_up<BITS>(words, pairs + i);
+        }
         float group_sums[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        if constexpr (Place::STAGED) {
-          // Lanes without a column read zeros: cheaper than to make them.
-          const threadgroup vec<uint, 4>* from =
-              staged_words + (reads ? (m * K + k) / 8 : Place::ZEROS);
-#pragma unroll
-          for (int i = 0; i < PAIRS; i += 4) {
-            const vec<uint, 4> words = from[i / 4];
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-              pairs[i + j] = words[j];
-            }
-          }
-#pragma unroll
-          for (int c = 0; c < 2 && BITS < 16; c++) {
-            const int own = min(block * 8 + team * 2 + c, M * Shape::GROUPS - 1);
-            const int entry = (k - team * Shape::VALUES) / GROUP + own % Shape::GROUPS;
-            group_sums[c] =
-                staged_sums[own / Shape::GROUPS * Place::ENTRIES + min(entry, Place::ENTRIES - 1)];
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < PAIRS; i += 4) {
-            vec<uint, 4> words = vec<uint, 4>(0u);
-            if (reads) {
-              words = load_shared_words(
-                  reinterpret_cast<const device uint*>(x) + (m * K + k) / 2 + i);
-            }
-            pair_up<BITS>(words, pairs + i);
-          }
-          if (BITS < 16) {
-            multiply_ones<T, PAIRS>(group_sums, pairs);
-          }
+        if (BITS < 16) {
+          multiply_ones<T, PAIRS>(group_sums, pairs);
         }
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
@@ -148,9 +127,33 @@ inline void gemv_mma(
   }
 
 #pragma unroll
-  for (int i = 0; i < TILES * Shape::BLOCKS; i++) {
-    const int tile = i / Shape::BLOCKS;
-    const int block = i % Shape::BLOCKS;
-    store_sums<Shape, M, TILE>(sums[tile][block], block, tile * 8 + line, team, sums_out);
+  for (int i = 0; i < TILES * 2 * Shape::BLOCKS; i++) {
+    const int tile = i / 2 / Shape::BLOCKS;
+    const int block = i / 2 % Shape::BLOCKS;
+    const int run = i % 2;
+    const float left = sums[tile][block][run * 2];
+    const float right = sums[tile][block][run * 2 + 1];
+    threadgroup float* out = sums_out + run * (TILE / 2) + tile * 8 + line;
+    if constexpr (Shape::GROUPS == 1) {
+      const int m = block * 8 + team * 2;
+      if (m < M) {
+        out[m * TILE] = left;
+      }
+      if (m + 1 < M) {
+        out[(m + 1) * TILE] = right;
+      }
+    } else if constexpr (Shape::GROUPS == 2) {
+      const int m = block * 4 + team;
+      if (m < M) {
+        out[m * TILE] = left + right;
+      }
+    } else {
+      const float sum = left + right;
+      const float total = sum + simd_shuffle_xor(sum, ushort(1));
+      const int m = block * 2 + team / 2;
+      if (team % 2 == 0 && m < M) {
+        out[m * TILE] = total;
+      }
+    }
   }
 }

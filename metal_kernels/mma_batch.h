@@ -126,37 +126,3 @@ inline void load_batch(
     }
   }
 }
-
-// A multiply's sums of two rows, `row` of each run of a tile of TILE, into threadgroup memory. The
-// columns of one row of x that were kept apart for its groups are added up.
-template <typename Shape, int M, int TILE>
-inline void store_sums(
-    const thread float* sums, int block, int row, int team, threadgroup float* sums_out) {
-#pragma unroll
-  for (int run = 0; run < 2; run++) {
-    const float left = sums[run * 2];
-    const float right = sums[run * 2 + 1];
-    threadgroup float* out = sums_out + run * (TILE / 2) + row;
-    if constexpr (Shape::GROUPS == 1) {
-      const int m = block * 8 + team * 2;
-      if (m < M) {
-        out[m * TILE] = left;
-      }
-      if (m + 1 < M) {
-        out[(m + 1) * TILE] = right;
-      }
-    } else if constexpr (Shape::GROUPS == 2) {
-      const int m = block * 4 + team;
-      if (m < M) {
-        out[m * TILE] = left + right;
-      }
-    } else {
-      const float sum = left + right;
-      const float total = sum + simd_shuffle_xor(sum, ushort(1));
-      const int m = block * 2 + team / 2;
-      if (team % 2 == 0 && m < M) {
-        out[m * TILE] = total;
-      }
-    }
-  }
-}

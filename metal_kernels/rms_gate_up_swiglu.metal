@@ -9,7 +9,7 @@
 // threadgroup for TILE / 2 elements.
 constexpr Parts AT = parts<T, BITS, GROUP, 2 * N, K, HAS_BIAS>();
 constexpr int TILE = ROWS * SIMDGROUPS / KSPLIT;
-constexpr int STAGED = gemv_staged<T, BITS, GROUP, K, M, NORM>();
+constexpr int STAGED = gemv_staged<T, K, M, NORM>();
 constexpr int SUMS = gemv_partial<M, ROWS, SIMDGROUPS, KSPLIT>();
 threadgroup float4 staged[STAGED];
 threadgroup float partial[SUMS];

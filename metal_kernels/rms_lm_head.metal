@@ -8,7 +8,7 @@
 // Grid: a threadgroup a tile of rows.
 constexpr Parts AT = parts<T, BITS, GROUP, N, K, false>();
 constexpr int TILE = ROWS * SIMDGROUPS / KSPLIT;
-constexpr int STAGED = gemv_staged<T, BITS, GROUP, K, M, NORM>();
+constexpr int STAGED = gemv_staged<T, K, M, NORM>();
 constexpr int SUMS = gemv_partial<M, ROWS, SIMDGROUPS, KSPLIT>();
 threadgroup float4 staged[STAGED];
 threadgroup float partial[SUMS];

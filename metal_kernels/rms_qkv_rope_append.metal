@@ -12,7 +12,7 @@
 // NORM false: x is normed already. EPS_BITS: the norm's float32 epsilon as an integer.
 // Grid: for each head of q, k and v, one after the other, ceil(D / TILE) threadgroups.
 constexpr int TILE = ROWS * SIMDGROUPS / KSPLIT;
-constexpr int STAGED = gemv_staged<T, BITS, GROUP, K, M, NORM>();
+constexpr int STAGED = gemv_staged<T, K, M, NORM>();
 constexpr int SUMS = gemv_partial<M, ROWS, SIMDGROUPS, KSPLIT>();
 constexpr int ALL_ROWS = (HEADS + 2 * KV_HEADS) * D;
 constexpr int HEAD_TILES = (D + TILE - 1) / TILE;

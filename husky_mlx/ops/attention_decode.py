@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from husky_mlx.kernels import launch
 from husky_mlx.ops.gemv import Platform
-from husky_mlx.policy import chained_attention, policy
+from husky_mlx.policy import policy
 from husky_mlx.tiles import AttentionShape
 
 
@@ -38,14 +38,8 @@ def attention_decode_kernel(
     shape = AttentionShape(
         m, heads, keys.shape[1], head_dim, keys.shape[2], batched, queries.dtype.size
     )
-    chip = platform.chip
-    tile = (
-        chained_attention(shape, chip)
-        if platform.chained
-        else policy("attention_decode", shape, 16, chip)
-    )
+    tile = policy("attention_decode", shape, 16, platform.chip)
     whole = tile.splits == 1  # type: ignore[union-attr]
-    result = ((m, heads * head_dim), queries.dtype)
     (attended,) = launch(
         "attention_decode",
         {
@@ -54,11 +48,7 @@ def attention_decode_kernel(
             "values": values,
             "place": place,
         },
-        [
-            ((m, heads * head_dim), queries.dtype)
-            if whole
-            else ((tile.partials(shape),), mx.float32)
-        ],  # type: ignore[union-attr]
+        [((m, heads, head_dim), queries.dtype) if whole else ((tile.partials(shape),), mx.float32)],  # type: ignore[union-attr]
         {
             "T": queries.dtype,
             "M": m,
@@ -73,14 +63,14 @@ def attention_decode_kernel(
         platform.backend,
     )
     if not whole:
-        combine = policy("attention_combine", shape, 16, chip)
+        combine = policy("attention_combine", shape, 16, platform.chip)
         (attended,) = launch(
             "attention_combine",
             {"partials": attended},
-            [result],
+            [((m, heads, head_dim), queries.dtype)],
             {"T": queries.dtype, "VECTORS": m * heads, "D": head_dim, **combine.template()},
             combine.grid(shape),  # type: ignore[arg-type]
             combine.threadgroup,
             platform.backend,
         )
-    return attended
+    return attended.reshape(m, -1)

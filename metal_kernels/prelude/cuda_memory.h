@@ -1,15 +1,6 @@
 // Barriers, atomics, in-place inputs and thread attributes on CUDA.
 #pragma once
 
-// What a chain of kernels in one launch (prelude/chain.h) defines anew: whether the results of the
-// launch before are there, waited for where they are not yet; loads of them, which must then stay
-// behind that wait; and a simdgroup's bytes of threadgroup memory for weights on their way. A launch
-// of its own finds its inputs there and has no such memory.
-#define MSL_INPUTS_READY() true
-#define MSL_SHARED_ASM asm
-#define MSL_HAS_RING false
-#define MSL_RING(bytes) nullptr
-
 namespace metal {
 
 enum class mem_flags : uint { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
@@ -22,11 +13,6 @@ HUSKY_FUNC void simdgroup_barrier(mem_flags) { __syncwarp(); }
 // Casts const away from an input: the buffer is updated in place, as the KV append does.
 template <class T> HUSKY_FUNC T* mutable_input(const T* pointer) {
   return const_cast<T*>(pointer);
-}
-
-// An address in threadgroup memory as instructions take it.
-HUSKY_FUNC uint shared_address(const void* pointer) {
-  return static_cast<uint>(__cvta_generic_to_shared(pointer));
 }
 
 enum memory_order { memory_order_relaxed };

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +101,8 @@ def run(args: argparse.Namespace) -> int:
             bench_plot.require(Path(args.plot))
         names = args.engines or DEFAULT_ENGINES
         optional = () if args.engines else OPTIONAL_ENGINES
-        result = describe_run() | compare(names, settings, optional)
+        with _interrupted_by_termination():
+            result = describe_run() | compare(names, settings, optional)
         printer = print_table
     if args.json:
         print(json.dumps(result, indent=2, allow_nan=False))
@@ -107,6 +111,19 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         bench_plot.draw(result, Path(args.plot))
     return 0
+
+
+@contextlib.contextmanager
+def _interrupted_by_termination() -> Iterator[None]:
+    """SIGTERM, which ``timeout`` sends, ends a run like Ctrl-C: with what is complete."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

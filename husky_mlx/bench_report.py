@@ -160,9 +160,10 @@ def report(
     copies: Sequence[float],
     rates: Sequence[float],
     busy_share: float,
+    interrupted: bool = False,
 ) -> dict[str, Any]:
-    """All figures of a run as one JSON-able dict. ``busy_share``: of all cores, what other
-    processes took."""
+    """All figures of a run as one JSON-able dict. ``copies`` in GB/s, ``rates`` of products in
+    TFLOP/s, ``busy_share``: of all cores, what other processes took."""
     first = next(iter(loaded.values()))
     facts = ("model_class", "plan", "dtypes", "active_mb", "load_s", "read_bytes", "cache_bytes")
     return {
@@ -173,6 +174,7 @@ def report(
         "matmul_tflops": list(rates),
         "busy_share": busy_share,
         "busy": busy_share > BUSY_SHARE,
+        "interrupted": interrupted,
         "cases": list(cases),
     }
 

@@ -12,6 +12,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,8 +37,8 @@ SEED = 0
 # Prompt and reply. On a CPU mlx-lm reads about 10 tokens a second and writes 7 (4 bit, 2 cores).
 DEFAULT_LENGTHS = {"cpu": (64, 32), "metal": (1024, 512), "cuda": (1024, 512)}
 DEFAULT_ROUNDS = {"cpu": 3, "metal": 5, "cuda": 5}
-# A trial shorter than this is repeated, and its medians count: of a reply that takes a tenth of a
-# second one hesitation of the machine would be much.
+# A trial shorter than this is repeated, and its medians count: one hesitation of the machine would
+# be much of a reply that takes a tenth of a second.
 TRIAL_SECONDS = 1.0
 # Of the memory that MLX may use: what all engines together may take before one is left out.
 MEMORY_SHARE = 0.8
@@ -141,6 +142,7 @@ def compare(
     A case is a prompt length, a reply length and a number of sequences. Progress goes to stderr. An
     engine that fails, or that did other work than asked, ends the run with a HuskyError. Of the
     ``optional`` engines those are left out, with a notice, that would show nothing or not fit.
+    KeyboardInterrupt ends it with the rounds that are complete, if there are any.
     """
     with contextlib.ExitStack() as running:
         engines: dict[str, EngineProcess] = {}
@@ -156,20 +158,29 @@ def compare(
         done, prompts = _prepare(settings, engines, loaded)
         roofs = [roofs_apart()]
         bystanders = Bystanders([engine.process.pid for engine in engines.values()])
-        cases = []
+        cases: list[dict[str, Any]] = []
         for length, generated, batch in itertools.product(
             done["prompt_tokens"], done["generation_tokens"], done["batch"]
         ):
             rows = [prompts[row][:length] for row in range(batch)]
             request = {"prompts": rows, "generation_tokens": generated}
-            cases.append(_run_case(engines, names, request, done["num_trials"]))
+            case = _run_case(engines, names, request, done["num_trials"])
+            if case is None and not cases:
+                raise KeyboardInterrupt
+            if case is not None:
+                cases.append(case)
+            interrupted = case is None or len(case["order"]) < done["num_trials"]
+            if interrupted:
+                notice("interrupted: the rounds that were complete are reported")
+                break
         busy = bystanders.share()
-        roofs.append(roofs_apart())
+        if not interrupted:
+            roofs.append(roofs_apart())
     copies = [copy for copy, _ in roofs]
     rates = [rate for _, rate in roofs if rate is not None]
     reported = [report_case(case, loaded, max(copies), max(rates, default=None)) for case in cases]
     ordered = {name: loaded[name] for name in names}
-    return report(done, ordered, reported, copies, rates, busy)
+    return report(done, ordered, reported, copies, rates, busy, interrupted)
 
 
 def _left_out(
@@ -238,16 +249,23 @@ def _prepare(
 
 def _run_case(
     engines: Mapping[str, EngineProcess], names: Sequence[str], request: dict, rounds: int
-) -> dict[str, Any]:
-    """One trial of each engine apart, then the rounds."""
-    cold = {name: engines[name].trial(request) for name in names}
+) -> dict[str, Any] | None:
+    """One trial of each engine apart, then the rounds: those before an interrupt, None if there are
+    none."""
     trials: dict[str, list[dict]] = {name: [] for name in names}
     order = interleave(names, rounds)
-    for number, turn in enumerate(order, 1):
-        for name in turn:
-            trials[name].append(_settled(engines[name], request))
-        speeds = ", ".join(f"{name} {trials[name][-1]['decode_tps']:.1f}" for name in names)
-        notice(f"round {number} of {len(order)}: decode tok/s {speeds}")
+    try:
+        cold = {name: engines[name].trial(request) for name in names}
+        for number, turn in enumerate(order, 1):
+            for name in turn:
+                trials[name].append(_settled(engines[name], request))
+            speeds = ", ".join(f"{name} {trials[name][-1]['decode_tps']:.1f}" for name in names)
+            notice(f"round {number} of {len(order)}: decode tok/s {speeds}")
+    except KeyboardInterrupt:
+        order = order[: min(map(len, trials.values()))]
+        if not order:
+            return None
+        trials = {name: done[: len(order)] for name, done in trials.items()}
     return {
         "prompt_tokens": len(request["prompts"][0]),
         "generation_tokens": request["generation_tokens"],
@@ -260,8 +278,9 @@ def _run_case(
 
 def _settled(engine: EngineProcess, request: dict) -> dict[str, Any]:
     """The medians of as many trials as TRIAL_SECONDS take; ``repeats`` says how many."""
+    until = time.monotonic() + TRIAL_SECONDS
     done = [engine.trial(request)]
-    while sum(trial["total_s"] for trial in done) < TRIAL_SECONDS:
+    while time.monotonic() < until:
         done.append(engine.trial(request))
     medians = {
         key: statistics.median(trial[key] for trial in done)

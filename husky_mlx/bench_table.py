@@ -22,8 +22,7 @@ def print_table(result: Mapping[str, Any], *, markdown: bool = False) -> None:
     weights = "{bits} bit, groups of {group_size}, {dtype}, ".format_map(settings)
     end = "  \n" if markdown else "\n"
     lines = [
-        f"{settings['model']}: {weights if settings['config'] else ''}"
-        f"{rounds} {'round' if rounds == 1 else 'rounds'}, {_sampler(settings)}",
+        f"{settings['model']}: {weights if settings['config'] else ''}{_sampler(settings)}",
         f"{result['target']}: {machine['device']}, {machine['cores']} cores, {machine['os']}, "
         f"{machine['memory_mb']:,.0f} MB, {machine['available_mb']:,.0f} free, power: "
         f"{machine['power']}",
@@ -51,6 +50,8 @@ def print_table(result: Mapping[str, Any], *, markdown: bool = False) -> None:
         print_rows(*_case_rows(case, result["engines"]), markdown=markdown)
         if case["noisy"]:
             print(f"\nspread over 10 %: {', '.join(case['noisy'])}. Is the machine busy?")
+    if result["interrupted"]:
+        print("\ninterrupted: these are the rounds that were complete")
     if result["busy"]:
         print(
             f"\nother processes used {result['busy_share']:.0%} of all cores meanwhile: run this "
@@ -66,7 +67,11 @@ def _sampler(settings: Mapping[str, Any]) -> str:
 
 def _title(case: Mapping[str, Any]) -> str:
     batch = f", {case['batch']} sequences" if case["batch"] > 1 else ""
-    return f"prompt {case['prompt_tokens']}, reply {case['generation_tokens']}{batch}"
+    rounds = len(case["order"])
+    return (
+        f"prompt {case['prompt_tokens']}, reply {case['generation_tokens']}{batch}, "
+        f"{rounds} {'round' if rounds == 1 else 'rounds'}"
+    )
 
 
 def _case_rows(
@@ -92,7 +97,11 @@ def _case_rows(
         digits = 2 if key == "token_mb" else 1
         return lambda name: _figure(engines[name]["figures"].get(key), digits)
 
-    rows = [row(label, figure(key), key) for key, label in FIGURES.items()]
+    rows = [
+        row(label, figure(key), key)
+        for key, label in FIGURES.items()
+        if any(key in engine["figures"] for engine in engines.values())
+    ]
     cold = "cold_first_token_ms"
     rows.insert(1, row("first token cold, ms", lambda name: f"{engines[name][cold]:.1f}"))
     rows.append(row("load, s", lambda name: f"{loaded[name]['load_s']:.1f}"))

@@ -1,6 +1,7 @@
 """``husky bench``: the order of trials, counts, failures, the command line."""
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import bench_fakes
 import pytest
@@ -18,6 +20,7 @@ from husky_mlx import (
     bench,
     bench_report,
     bench_run,
+    bench_table,
 )
 from husky_mlx.errors import HuskyError
 
@@ -61,7 +64,9 @@ def test_trials_interleave_on_equal_tokens_and_the_warm_up_is_apart_C126(fake_en
 
 def test_short_trials_are_repeated_and_their_medians_count(fake_engines, monkeypatch):
     log = fake_engines()
-    monkeypatch.setattr(bench_run, "TRIAL_SECONDS", 2.5)  # of trials of one second
+    monkeypatch.setattr(bench_run, "TRIAL_SECONDS", 2.5)
+    clock = itertools.count()  # a trial takes a second
+    monkeypatch.setattr(bench_run, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     result = bench_run.compare(["husky"], SETTINGS | {"num_trials": 2})
     assert len([entry for entry in log() if "request" in entry]) == 1 + 2 * 3
     (case,) = result["cases"]
@@ -139,7 +144,50 @@ def test_a_failing_engine_is_named_and_the_others_ended(
     assert not any(alive(pid) for pid in pids)
 
 
-def test_interrupt_ends_the_engines(tmp_path):
+@pytest.mark.parametrize("interrupted_at, rounds", [(4, 1), (5, 1), (8, 3)])
+def test_an_interrupt_keeps_the_rounds_that_are_complete(
+    fake_engines, monkeypatch, capsys, interrupted_at, rounds
+):
+    """Of two engines: trials 1 and 2 are cold, then two make a round; a second case follows."""
+    fake_engines()
+    calls, trial = itertools.count(), bench_run.EngineProcess.trial
+
+    def interrupting(self, request):
+        if next(calls) == interrupted_at:
+            raise KeyboardInterrupt
+        return trial(self, request)
+
+    monkeypatch.setattr(bench_run.EngineProcess, "trial", interrupting)
+    result = bench_run.compare(["husky", "mlx-lm"], SETTINGS | {"prompt_tokens": [3, 5]})
+    assert result["interrupted"]
+    (case,) = result["cases"]
+    assert len(case["order"]) == rounds
+    assert {len(engine["trials"]) for engine in case["engines"].values()} == {rounds}
+    bench_table.print_table({**bench_report.describe_run(), **result})
+    table = capsys.readouterr().out
+    assert f"prompt 3, reply 4, {rounds} round{'s' if rounds > 1 else ''}\n" in table
+    assert "interrupted: these are the rounds that were complete" in table
+
+
+@pytest.mark.parametrize("interrupted_at", [1, 3])
+def test_an_interrupt_before_the_first_round_is_complete_ends_the_run(
+    fake_engines, monkeypatch, interrupted_at
+):
+    fake_engines()
+    calls, trial = itertools.count(), bench_run.EngineProcess.trial
+
+    def interrupting(self, request):
+        if next(calls) == interrupted_at:
+            raise KeyboardInterrupt
+        return trial(self, request)
+
+    monkeypatch.setattr(bench_run.EngineProcess, "trial", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        bench_run.compare(["husky", "mlx-lm"], SETTINGS)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_ends_the_engines(tmp_path, sent):
     script, log = tmp_path / "fake.py", tmp_path / "log"
     script.write_text(FAKE)
     driver = (
@@ -154,7 +202,7 @@ def test_interrupt_ends_the_engines(tmp_path):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     out, errors = process.communicate(timeout=30)
     assert (process.returncode, out) == (130, b"")
     assert b"Traceback" not in errors

@@ -55,6 +55,7 @@ SHORT = "-p 4 -g 3 -n 1"
 FEW = "--length 16 --tokens 16 --calibrate calibration.txt"
 OURS = f"{FEW} --model my-model"
 SHAPE = {"NAME": "smollm2-135m"}
+SMALLER = dict.fromkeys(("llama-3.2-1b", "llama-3.1-8b"), "smollm2-135m")
 RUNS = {
     "husky demo": Run("decode ", "--max-tokens 8", real=True),
     'husky generate --model smollm2 --prompt "Write a haiku about snow"': Run(
@@ -79,6 +80,17 @@ RUNS = {
     "--shape llama-3.1-8b": Run("PREDICTED"),
     "husky bench --shape NAME -p 1024 -g 512 -n 5 --engines husky,mlx-lm,mlx-lm-loop": Run(
         "decode, tok/s", "-p 2 -g 2 -n 1 --engines husky", SHAPE
+    ),
+    "husky bench --shape llama-3.2-1b --bits 16 -p 1024 -g 512 -n 5 --engines mlx-lm,husky": Run(
+        "decode, tok/s", "-p 2 -g 2 -n 1 --engines husky", SMALLER
+    ),
+    "husky bench --shape llama-3.1-8b -p 128,1024,4096 -g 16 -n 5 "
+    "--engines mlx-lm-bf16,mlx-lm,husky": Run(
+        "decode, tok/s", "-p 2 -g 2 -n 1 --engines husky", SMALLER
+    ),
+    "husky bench --shape llama-3.1-8b --bits 8 -p 1024 -g 16 -n 3 "
+    "--engines mlx-lm-bf16,mlx-lm,husky": Run(
+        "decode, tok/s", "-p 2 -g 2 -n 1 --engines husky", SMALLER
     ),
     "husky convert --model mistralai/Mistral-7B-Instruct-v0.3 --output mistral.hky": Run(""),
     "husky compile mistral.hky --target m3pro --quant 4bit": Run("predicted"),
@@ -119,8 +131,6 @@ ELSEWHERE = {
     "pre-commit install": "writes into .git",
     "jupyter lab notebooks": "starts a browser: test_notebooks.py runs what it opens",
     "husky bench ops --model llama-3.2-1b": GPU,
-    "husky bench --shape NAME [--dtype float16] [--bits 16] -p TOKENS -g 512 -n 3 "
-    "--engines husky,mlx-lm": "the one without [] with two engines",
 }
 PROGRAMS = ("husky", "pip", "uv", "pytest", "pre-commit", "jupyter", "python", "python3")
 

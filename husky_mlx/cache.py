@@ -65,9 +65,7 @@ class KVCache(CacheBuffers, stock.KVCache):
         """First buffers for ``tokens`` tokens of one sequence, or for as many as are expected."""
         check_limit(tokens, self.limit)
         shape = (1, kv_heads, self.capacity_for(tokens), head_dim)
-        # A broadcast row is seen from everywhere until something copies it.
-        row = _zero_row(head_dim, dtype)
-        self._take(mx.contiguous(mx.broadcast_to(row, shape)) for _ in range(2))
+        self._take(_zeros(shape, dtype) for _ in range(2))
 
     def open_rows(
         self, tokens: int, kv_heads: int, head_dim: int, dtype: mx.Dtype
@@ -126,6 +124,11 @@ class KVCache(CacheBuffers, stock.KVCache):
     @classmethod
     def merge(cls, caches: list[Any]) -> BatchKVCache:
         return BatchKVCache.merge(caches)
+
+
+def _zeros(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    # A broadcast row is seen from everywhere until something copies it.
+    return mx.contiguous(mx.broadcast_to(_zero_row(shape[-1], dtype), shape))
 
 
 @functools.cache
@@ -207,16 +210,23 @@ class BatchKVCache(CacheBuffers, stock.BatchKVCache):
     def rows(self) -> int:
         return self._idx
 
+    def allocate(self, tokens: int, kv_heads: int, head_dim: int, dtype: mx.Dtype) -> None:
+        """First buffers for ``tokens`` tokens of each sequence, its padding included."""
+        check_limit(tokens, self.limit)
+        shape = (self.left_padding.shape[0], kv_heads, self.capacity_for(tokens), head_dim)
+        self._take(_zeros(shape, dtype) for _ in range(2))
+
     def begin_step(self, tokens: int = 1) -> tuple[int, int]:
-        """Make room for one more row: returns its slot and the number of used rows with it."""
-        check_limit(self._idx + 1, self.limit)
-        self.grow(self._idx + 1, self._idx, self.limit)
+        """Make room for ``tokens`` more: the slot of the first and the used rows with it."""
+        self._until = self._idx + tokens
+        check_limit(self._until, self.limit)
+        self.grow(self._until, self._idx, self.limit)
         return self._idx, self._idx + 1
 
     def end_step(self, offset: mx.array) -> None:
-        """The step has written its row: take the new ``offset`` (B,)."""
+        """The step has written its rows: take the new ``offset`` (B,)."""
         self.offset = offset
-        self._idx += 1
+        self._idx = self._until
 
     @classmethod
     def merge(cls, caches: list[Any]) -> BatchKVCache:

@@ -37,18 +37,16 @@ def wanted() -> bool:
 
 
 def takes(tokens: mx.array, caches: Sequence[Any], windows: Mapping[int, int]) -> bool:
-    """Whether a call is one for the program: (1, L) tokens behind caches of ours that keep all, or
-    one token a row behind any of ours that hold something, in rings no wider than the ``windows``
-    of their layers. Its tokens must be numbers already, not those of a function that is traced."""
+    """Whether a call is one for the program: (B, L) tokens behind caches of ours that keep all, or
+    (1, 1) behind rings that hold something, no wider than the ``windows`` of their layers. Its
+    tokens must be numbers already, not those of a function that is traced."""
     rows, length = tokens.shape
     first = caches[0]
     if type(first) is BatchKVCache:
-        fits = length == 1 and all(
-            type(c) is BatchKVCache and not c.empty() and c.left_padding.shape[0] == rows
+        fits = all(
+            type(c) is BatchKVCache and c._idx == first._idx and c.left_padding.shape[0] == rows
             for c in caches
         )
-        # The rows before a sequence begins are nobody's.
-        fits = fits and np.array(first.offset).min() >= 0
     else:
         fits = rows == 1 and all(
             c.offset == first.offset
@@ -130,23 +128,36 @@ class NativeStep:
         found = []
         for row, buffers in enumerate(self._buffers(caches, padding)):
             slots = [slot - padding[row] for slot, _ in places]
-            made: mx.array | None
-            if length > 1:
-                made = self._program.prefill(
-                    ids[row], buffers, starts[row], row=slots[0], wanted=result
-                )
+            lives = [live - padding[row] for _, live in places]
+            if length > 1 or starts[row] < 0:
+                found.append(self._read(ids[row], buffers, starts[row], slots[0], result))
             else:
-                lives = [live - padding[row] for _, live in places]
-                made = self._program.decode(
-                    ids[row, 0], buffers, starts[row], row=slots, live=lives
+                token = ids[row, 0]
+                found.append(
+                    self._program.decode(token, buffers, starts[row], row=slots, live=lives)
                 )
-            assert made is not None
-            found.append(made)
         offset = first.offset + length
         for cache in caches:
             cache.end_step(offset)
         self._plan.count("native")
         return found[0][None] if rows == 1 else mx.stack(found)
+
+    def _read(
+        self, ids: np.ndarray, buffers: Buffers, start: int, slot: int, wanted: str
+    ) -> mx.array:
+        """``Program.prefill`` of tokens of which those at negative positions are padding: nothing
+        is done for them, and their results are zeros, which nobody reads."""
+        before = min(max(-start, 0), len(ids))
+        config = self._program.config
+        width = config.hidden_size if wanted == "hidden" else config.vocab_size
+        padding = mx.zeros((before, width), mx.float32)
+        if before == len(ids):
+            return padding[-1:] if wanted == "last" else padding
+        read = self._program.prefill(
+            ids[before:], buffers, start + before, row=slot + before, wanted=wanted
+        )
+        assert read is not None
+        return mx.concatenate([padding, read]) if before and wanted != "last" else read
 
     def _begin(self, cache: Any, length: int, first: Any) -> tuple[int, int]:
         capacity = cache.capacity()

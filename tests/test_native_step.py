@@ -25,7 +25,7 @@ from mlx_lm.models.cache import (
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tuner.lora import LoRALinear
 
-from husky_mlx import stream_generate
+from husky_mlx import cache, stream_generate
 from husky_mlx.errors import ContextLimitError
 from husky_mlx.greedy import greedy_tokens
 from husky_mlx.loading import build_model
@@ -114,7 +114,7 @@ def test_rows_of_a_batch_have_their_own_places(native, plain_tokenizer):
         for m in (model, stock)
     )
     assert found == wanted
-    assert model.plan.counts["native"] > 0
+    assert only_native(model)
 
 
 def test_rings_of_a_bounded_cache_and_of_a_window(native):
@@ -318,18 +318,41 @@ def test_a_ring_wider_than_its_layers_window_is_left_to_mlx(native):
         assert model.plan.counts["native"] - before == calls
 
 
-def test_rows_of_a_batch_that_have_not_begun(native):
-    """The padding of a long prompt's neighbours comes in calls of one token as well."""
+@pytest.mark.parametrize("length", [1, 3, 5, 12, 20, 60])
+def test_rows_of_a_batch_that_have_not_begun(native, length):
+    """Calls that are padding for some rows, all of it or in part, and prompts that go on."""
+    padding = [0, 4, 29]
     model, stock = models()
-    caches = [[BatchKVCache([0, 4]) for _ in model.layers] for _ in range(2)]
-    rows = mx.array([LONG[:12], [0] * 4 + LONG[12:20]])
-    for i in range(12):
+    caches = [[BatchKVCache(padding) for _ in model.layers] for _ in range(2)]
+    rows = mx.array([[0] * skip + LONG[skip:] for skip in padding])
+    for start in range(0, 60, length):
         found, wanted = (
-            m(rows[:, i : i + 1], cache=cache)
+            m(rows[:, start : start + length], cache=cache)
             for m, cache in zip((model, stock), caches, strict=True)
         )
-        assert difference(found[: 1 if i < 4 else 2], wanted[: 1 if i < 4 else 2]) < 1e-4
-    assert model.plan.counts["native"] > 0
+        assert found.shape == wanted.shape
+        for row, skip in enumerate(padding):
+            begun = max(skip - start, 0)
+            if begun < found.shape[1]:
+                assert difference(found[row, begun:], wanted[row, begun:]) < 1e-4
+    for ours, theirs_ in zip(*caches, strict=True):
+        for a, b in zip(ours.keys_and_values(), theirs_.keys_and_values(), strict=True):
+            for row, skip in enumerate(padding):
+                assert difference(a[row, :, skip:], b[row, :, skip:]) < 1e-4
+        assert ours.offset.tolist() == theirs_.offset.tolist() == [60, 56, 31]
+    assert only_native(model)
+
+
+def test_a_batchs_prompt_keeps_the_limit(native):
+    model, _ = models()
+    caches = [cache.BatchKVCache([0, 2]) for _ in model.layers]
+    for each in caches:
+        each.limit = 10
+    prompt = mx.array([LONG[:8]] * 2)
+    model(prompt, cache=caches)
+    with pytest.raises(ContextLimitError):
+        model(prompt, cache=caches)
+    assert caches[0].offset.tolist() == [8, 6]
 
 
 def test_calls_that_do_not_fit_are_refused_as_without_the_program(native):

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
+import bench_fakes
 import mlx.core as mx
 import mlx_lm
 import pytest
@@ -41,6 +42,8 @@ from husky_mlx.footprint import footprint
 from husky_mlx.native import NativeError, compiler
 from husky_mlx.ops.gemv import Platform
 from husky_mlx.roofline import needed
+
+fake_engines = pytest.fixture(bench_fakes.fake_engines)
 
 
 def one(check, state=None):
@@ -525,16 +528,16 @@ class TestChoice:
         records.keep(choices.path(), choices._key(FIX_A), {"way": 3})
         assert choices.remembered(FIX_A) is None
 
-    def test_what_is_timed_is_what_the_ways_are(self, monkeypatch):
-        asked = {}
-
-        def compare(names, settings):
-            asked.update(settings, names=names)
-            figures = {"decode_tps": {"median": 5.0}}
-            return {"cases": [{"engines": {name: {"figures": figures} for name in names}}]}
-
-        monkeypatch.setattr(doctor_model, "compare", compare)
+    def test_what_is_timed_is_what_the_ways_are(self, fake_engines):
+        log = fake_engines()
         found = doctor_model.decode_speeds("x")
-        assert found == dict.fromkeys(("husky", "reference", "mlx-lm"), 5.0)
-        assert asked["generation_tokens"] == [64]
-        assert asked["names"] == ["husky", "husky-eager", "mlx-lm"]
+        # The fake's trial n makes 10 n tokens a second; the first is the cold one, two are timed.
+        assert found == dict.fromkeys(("husky", "reference", "mlx-lm"), 25.0)
+        entries = log()
+        ran = {
+            entry["name"]: entry["specification"] for entry in entries if "specification" in entry
+        }
+        assert set(ran) == {"husky", "husky-eager", "mlx-lm"}
+        assert {told["model"] for told in ran.values()} == {"x"}
+        asked = [entry["request"] for entry in entries if "request" in entry]
+        assert {each["generation_tokens"] for each in asked} == {64}

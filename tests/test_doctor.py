@@ -10,11 +10,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import bench_fakes
+import emulated_kernels
 import mlx.core as mx
 import mlx_lm
 import pytest
 from fixtures import FIX_A, write_folder
-from test_fused_step import use_kernels
 
 from husky_mlx import (
     chips,
@@ -27,10 +27,7 @@ from husky_mlx import (
     doctor_model,
     doctor_report,
     doctor_software,
-    graphs,
     integrity,
-    kernel_source,
-    kernels,
     loading,
     paths,
     records,
@@ -40,10 +37,12 @@ from husky_mlx.doctor_report import FAIL, OK, WARN, findings
 from husky_mlx.dropin import DropIn
 from husky_mlx.footprint import footprint
 from husky_mlx.native import NativeError, compiler
-from husky_mlx.ops.gemv import Platform
 from husky_mlx.roofline import needed
 
 fake_engines = pytest.fixture(bench_fakes.fake_engines)
+fast_emulator = pytest.fixture(emulated_kernels.fast_emulator)
+kernels_of = pytest.fixture(emulated_kernels.kernels_of)
+plant = pytest.fixture(emulated_kernels.plant)
 
 
 def one(check, state=None):
@@ -170,27 +169,17 @@ def test_a_model_that_is_not_there_or_not_ours_is_a_finding(tmp_path):
 
 # 5 and 6: a kernel that does not compile, a kernel with a wrong result
 @pytest.fixture
-def emulated(monkeypatch):
+def emulated(fast_emulator, kernels_of, plant, monkeypatch):
     """``emulated(op, old, new)``: only this kernel is checked, planted, in the emulator."""
 
     def choose(op, old, new):
-        def planted(name, **how):
-            source = kernel_source.kernel_source(name, **how)
-            if name != op:
-                return source
-            assert old in source.numbered_source
-            return replace(source, numbered_source=source.numbered_source.replace(old, new))
-
-        use_kernels(monkeypatch, "fast")
-        monkeypatch.setattr(kernels, "kernel_source", planted)
-        platform = Platform(chips.parse("m1")[0], "emulator")
-        monkeypatch.setattr(graphs, "kernel_platform", lambda: platform)
+        kernels_of()
+        plant(op, old, new)
         monkeypatch.setattr(doctor_compute, "OPS", [op])
         monkeypatch.setattr(doctor_compute, "FORMATS", ((4, 64, "float32"),))
         monkeypatch.setattr(doctor_compute, "_steps", lambda model, platform: ())
 
-    yield choose
-    kernels._kernel.cache_clear()
+    return choose
 
 
 SCALED = "T(float(code) * scale + bias)"
@@ -216,14 +205,13 @@ def test_a_right_kernel_is_right(emulated):
 
 
 @pytest.mark.slow
-def test_whole_steps_and_prompts_are_right_and_every_kernel_runs(monkeypatch):
+def test_whole_steps_and_prompts_are_right_and_every_kernel_runs(
+    fast_emulator, kernels_of, monkeypatch
+):
     """In the emulator, where prompts on MLX's CPU build are float32."""
-    use_kernels(monkeypatch, "fast")
-    platform = Platform(chips.parse("m1")[0], "emulator")
-    monkeypatch.setattr(graphs, "kernel_platform", lambda: platform)
+    kernels_of()
     monkeypatch.setattr(doctor_compute, "FORMATS", ((4, 64, "float32"),))
     found = {finding.name: finding for finding in doctor_compute.kernel_checks()}
-    kernels._kernel.cache_clear()
     assert {"decode step", "prompts", "kernel down_add", "kernels"} <= set(found)
     assert [finding for finding in found.values() if finding.state != OK] == []
 

@@ -1,9 +1,23 @@
-"""Types of command line arguments that several commands share."""
+"""Command line arguments that several commands share, and types of others."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+
+
+def add_target(
+    parser: argparse.ArgumentParser, others: str, memory: str, default: str | None = None
+) -> None:
+    """Add ``--target`` and ``--memory``. ``others``: what a target may be besides a chip;
+    ``memory``: what its size is for."""
+    parser.add_argument(
+        "--target",
+        metavar="CHIP",
+        default=default,
+        help=f"{others}m3pro, m4max-40c, sm_90 (default: this machine)",
+    )
+    parser.add_argument("--memory", metavar="SIZE", help=f"of the target, as in 36gb: {memory}")
 
 
 def at_least(smallest: int) -> Callable[[str], int]:

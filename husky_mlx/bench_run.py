@@ -183,6 +183,30 @@ def compare(
     return report(done, ordered, reported, copies, rates, busy, interrupted)
 
 
+def decode_speeds(
+    names: Sequence[str], model: str, prompt: int, reply: int, rounds: int
+) -> dict[str, float]:
+    """Engine -> tokens a second of greedy decode of a model on disk, the median of the rounds."""
+    settings = {
+        "model": model,
+        "config": None,
+        "prompt_tokens": [prompt],
+        "generation_tokens": [reply],
+        "batch": [1],
+        "prompt_file": None,
+        "num_trials": rounds,
+        "temp": 0.0,
+        "top_p": 1.0,
+        "seed": SEED,
+        "debug": False,
+    }
+    result = compare(names, settings)
+    if result["interrupted"]:
+        raise KeyboardInterrupt
+    (case,) = result["cases"]
+    return {name: case["engines"][name]["figures"]["decode_tps"]["median"] for name in names}
+
+
 def _left_out(
     name: str, loaded: Mapping[str, dict[str, Any]], settings: Mapping[str, Any]
 ) -> str | None:

@@ -78,6 +78,11 @@ class KVCache(CacheBuffers, stock.KVCache):
         self.allow_writing(slot[0], dtype)
         return slot
 
+    def close_rows(self, offset: int, ordering: mx.array) -> None:
+        """The kernels that ``ordering`` waits for write the rows: take the new ``offset``."""
+        self.ordering = ordering
+        self.end_step(offset)
+
     def has_room_for(self, padded: int) -> bool:
         """Whether ``padded`` rows, of which some are padding, fit without growing for them."""
         rows = self.offset + padded

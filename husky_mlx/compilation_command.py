@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from husky_mlx.arguments import add_target
 from husky_mlx.chips import parse_memory
 from husky_mlx.compilation import Compiled, compile_model
 from husky_mlx.quantization import Choice
@@ -40,12 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     methods = "\n".join(f"  {name:<14}{words}" for name, words in METHODS.items())
     parser.epilog = f"recipes:\n{names}\n\nroundings:\n{methods}"
     parser.add_argument("model", help="a .hky folder; with --output any model that husky loads")
-    parser.add_argument(
-        "--target",
+    add_target(
+        parser,
+        "auto (this machine), cpu, cuda, or a chip: ",
+        "tells bins of a Mac's chip apart",
         default="auto",
-        help="auto (this machine), cpu, cuda, or a chip: m3pro, m4max-40c, sm_90 (default: auto)",
     )
-    parser.add_argument("--memory", help="of the Mac, as 36gb: tells bins of a chip apart")
     parser.add_argument(
         "--quant",
         metavar="RECIPE",

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from husky_mlx import checkpoint, choices, gguf, integrity, sources
-from husky_mlx.bench_run import SEED, compare
+from husky_mlx import bench_run, checkpoint, choices, gguf, integrity, sources
 from husky_mlx.choices import HUSKY, REFERENCE, STOCK, Choice
 from husky_mlx.config import LlamaConfig
 from husky_mlx.doctor_report import FAIL, Finding, fail, ok, warn
@@ -51,24 +50,8 @@ def model_checks(name: str) -> Iterator[Finding]:
 
 def decode_speeds(name: str) -> dict[str, float]:
     """Tokens a second of decode for each way, the median of the rounds."""
-    settings: dict[str, Any] = {
-        "model": name,
-        "config": None,
-        "prompt_tokens": [PROMPT_TOKENS],
-        "generation_tokens": [GENERATION_TOKENS],
-        "batch": [1],
-        "prompt_file": None,
-        "num_trials": ROUNDS,
-        "temp": 0.0,
-        "top_p": 1.0,
-        "seed": SEED,
-        "debug": False,
-    }
-    (case,) = compare(list(ENGINES), settings)["cases"]
-    return {
-        way: case["engines"][engine]["figures"]["decode_tps"]["median"]
-        for engine, way in ENGINES.items()
-    }
+    found = bench_run.decode_speeds(list(ENGINES), name, PROMPT_TOKENS, GENERATION_TOKENS, ROUNDS)
+    return {way: found[engine] for engine, way in ENGINES.items()}
 
 
 def choose(decode_tps: Mapping[str, float]) -> Choice:

@@ -8,7 +8,8 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from husky_mlx import bench, sources
+from husky_mlx import bench_run, sources
+from husky_mlx.arguments import at_least
 from husky_mlx.bench_report import describe_run
 from husky_mlx.calibrate_forward import array_module
 from husky_mlx.calibrate_text import (
@@ -28,16 +29,7 @@ from husky_mlx.rounding_model import METHODS
 from husky_mlx.structure import AFFINE_GROUP_SIZES
 
 # Decode speed of models on disk, as husky bench measures it.
-_SPEED = {
-    "config": None,
-    "prompt_tokens": 128,
-    "generation_tokens": 64,
-    "num_trials": 3,
-    "temp": 0.0,
-    "top_p": 1.0,
-    "seed": bench.SEED,
-    "debug": False,
-}
+_PROMPT_TOKENS, _GENERATION_TOKENS, _ROUNDS = 128, 64, 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,10 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", metavar="FILE", help="evaluate on this text instead of our own")
     parser.add_argument("--calibrate", metavar="FILE", help="calibrate on this text instead")
     parser.add_argument(
-        "--length", type=bench.at_least(2), default=256, help="tokens a sequence (default 256)"
+        "--length", type=at_least(2), default=256, help="tokens a sequence (default 256)"
     )
     parser.add_argument(
-        "--tokens", type=bench.at_least(2), help="at most so many of each domain (default all)"
+        "--tokens", type=at_least(2), help="at most so many of each domain (default all)"
     )
     parser.add_argument(
         "--no-speed", action="store_true", help="do not time the decode of --compare's models"
@@ -149,6 +141,6 @@ def _names(known: Mapping[str, str]) -> Callable[[str], list[str]]:
 
 
 def _decode_speed(path: Path) -> float:
-    """Tokens a second, the median of three runs of husky's engine in a process of its own."""
-    result = bench.compare(["husky"], {**_SPEED, "model": str(path)})
-    return result["engines"]["husky"]["figures"]["decode_tps"]["median"]
+    """Tokens a second of husky's engine in a process of its own, the median of the rounds."""
+    lengths = _PROMPT_TOKENS, _GENERATION_TOKENS
+    return bench_run.decode_speeds(["husky"], str(path), *lengths, _ROUNDS)["husky"]

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from husky_mlx import chips, device, shapes
+from husky_mlx.arguments import add_target
 from husky_mlx.chips import Chip
 from husky_mlx.config import LlamaConfig
 from husky_mlx.errors import HuskyError
@@ -66,14 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a Hugging Face repo, a folder, a .gguf file, an alias, or one of "
         f"{', '.join(shapes.SHAPES)}",
     )
-    parser.add_argument(
-        "--target", metavar="CHIP", help="m1, m4max-40c, sm_90 (default: this machine's)"
-    )
-    parser.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="16gb (default: this machine's, or the least that --target is sold with)",
-    )
+    add_target(parser, "", "default this machine's, or the least that the chip is sold with")
     parser.add_argument(
         "--context",
         type=int,

@@ -109,8 +109,7 @@ class Prefill:
                 qkv = products.into_attention(i + 1, x)
         ordering = x.reshape(-1)[:ORDER_SIZE]
         for cache in caches:
-            cache.ordering = ordering
-            cache.end_step(start + length)
+            cache.close_rows(start + length, ordering)
         self._plan.count("prefill")
         return x
 

@@ -47,8 +47,7 @@ class ShortPrompt:
             graph.nothing_before,
         )
         for cache in caches:
-            cache.ordering = ordering
-            cache.end_step(start + length)
+            cache.close_rows(start + length, ordering)
         self._plan.count("prefill")
         return token, logits
 

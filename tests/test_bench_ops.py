@@ -7,13 +7,13 @@ import copy
 import json
 from dataclasses import replace
 
+import emulated_kernels
 import mlx.core as mx
 import numpy as np
 import pytest
 from fixtures import FIX_A, mlx_weights, quantize_weights, write_folder
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
-from test_fused_step import use_kernels
 from test_parity import stock_model
 
 from husky_mlx import (
@@ -23,7 +23,6 @@ from husky_mlx import (
     chips,
     cli,
     graphs,
-    kernel_source,
     kernels,
 )
 from husky_mlx.bench_ops_cases import OPS, SLOT, Cases
@@ -36,15 +35,16 @@ from husky_mlx.ops.gemv import Platform
 M1 = Platform(chips.parse("m1")[0], "emulator")
 
 
+fast_emulator = pytest.fixture(emulated_kernels.fast_emulator)
+plant = pytest.fixture(emulated_kernels.plant)
+
+
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
+def small(fast_emulator, monkeypatch):
     """A fast emulator, two copies of everything, chains of one and two launches."""
-    use_kernels(monkeypatch, "fast")
     for name, value in (("SHORT", 1), ("MORE", (1, 1)), ("BUSY_BYTES", 1 << 16)):
         monkeypatch.setattr(bench_ops_timing, name, value)
     monkeypatch.setattr(bench_ops, "SHORT", 1)
-    yield
-    kernels._kernel.cache_clear()
 
 
 def weights_of(config, bits=4, group_size=32):
@@ -208,15 +208,8 @@ def test_the_stock_side_of_the_layer_is_mlx_lms(monkeypatch):
     np.testing.assert_allclose((y - residual)[:1], right, atol=1e-6)
 
 
-def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
-    def planted(name, **how):
-        source = kernel_source.kernel_source(name, **how)
-        changed = source.numbered_source.replace("tokens[row]", "tokens[0]")
-        assert name != "embed" or changed != source.numbered_source
-        return replace(source, numbered_source=changed)
-
-    monkeypatch.setattr(kernels, "kernel_source", planted)
-    kernels._kernel.cache_clear()
+def test_a_kernel_that_is_wrong_is_not_timed(plant):
+    plant("embed", "tokens[row]", "tokens[0]")
     # How far other rows of the table are from the right ones depends on the tokens.
     mx.random.seed(0)
     with pytest.raises(HuskyError, match=r"embed 96x64: the kernel's result differs .* 1"):

@@ -186,6 +186,21 @@ def test_an_interrupt_before_the_first_round_is_complete_ends_the_run(
         bench_run.compare(["husky", "mlx-lm"], SETTINGS)
 
 
+def test_speeds_of_an_interrupted_run_are_none(fake_engines, monkeypatch):
+    """``husky doctor`` keeps what it is told: a part of the rounds must not become its choice."""
+    fake_engines()
+    calls, trial = itertools.count(), bench_run.EngineProcess.trial
+
+    def interrupting(self, request):
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return trial(self, request)
+
+    monkeypatch.setattr(bench_run.EngineProcess, "trial", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        bench_run.decode_speeds(["husky"], "tiny", 5, 4, 2)
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_ends_the_engines(tmp_path, sent):
     script, log = tmp_path / "fake.py", tmp_path / "log"

@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
+import bench_fakes
+import emulated_kernels
 import mlx.core as mx
 import mlx_lm
 import pytest
 from fixtures import FIX_A, write_folder
-from test_fused_step import use_kernels
 
 from husky_mlx import (
     chips,
@@ -26,10 +27,7 @@ from husky_mlx import (
     doctor_model,
     doctor_report,
     doctor_software,
-    graphs,
     integrity,
-    kernel_source,
-    kernels,
     loading,
     paths,
     records,
@@ -39,8 +37,12 @@ from husky_mlx.doctor_report import FAIL, OK, WARN, findings
 from husky_mlx.dropin import DropIn
 from husky_mlx.footprint import footprint
 from husky_mlx.native import NativeError, compiler
-from husky_mlx.ops.gemv import Platform
 from husky_mlx.roofline import needed
+
+fake_engines = pytest.fixture(bench_fakes.fake_engines)
+fast_emulator = pytest.fixture(emulated_kernels.fast_emulator)
+kernels_of = pytest.fixture(emulated_kernels.kernels_of)
+plant = pytest.fixture(emulated_kernels.plant)
 
 
 def one(check, state=None):
@@ -167,27 +169,17 @@ def test_a_model_that_is_not_there_or_not_ours_is_a_finding(tmp_path):
 
 # 5 and 6: a kernel that does not compile, a kernel with a wrong result
 @pytest.fixture
-def emulated(monkeypatch):
+def emulated(fast_emulator, kernels_of, plant, monkeypatch):
     """``emulated(op, old, new)``: only this kernel is checked, planted, in the emulator."""
 
     def choose(op, old, new):
-        def planted(name, **how):
-            source = kernel_source.kernel_source(name, **how)
-            if name != op:
-                return source
-            assert old in source.numbered_source
-            return replace(source, numbered_source=source.numbered_source.replace(old, new))
-
-        use_kernels(monkeypatch, "fast")
-        monkeypatch.setattr(kernels, "kernel_source", planted)
-        platform = Platform(chips.parse("m1")[0], "emulator")
-        monkeypatch.setattr(graphs, "kernel_platform", lambda: platform)
+        kernels_of()
+        plant(op, old, new)
         monkeypatch.setattr(doctor_compute, "OPS", [op])
         monkeypatch.setattr(doctor_compute, "FORMATS", ((4, 64, "float32"),))
         monkeypatch.setattr(doctor_compute, "_steps", lambda model, platform: ())
 
-    yield choose
-    kernels._kernel.cache_clear()
+    return choose
 
 
 SCALED = "T(float(code) * scale + bias)"
@@ -213,14 +205,13 @@ def test_a_right_kernel_is_right(emulated):
 
 
 @pytest.mark.slow
-def test_whole_steps_and_prompts_are_right_and_every_kernel_runs(monkeypatch):
+def test_whole_steps_and_prompts_are_right_and_every_kernel_runs(
+    fast_emulator, kernels_of, monkeypatch
+):
     """In the emulator, where prompts on MLX's CPU build are float32."""
-    use_kernels(monkeypatch, "fast")
-    platform = Platform(chips.parse("m1")[0], "emulator")
-    monkeypatch.setattr(graphs, "kernel_platform", lambda: platform)
+    kernels_of()
     monkeypatch.setattr(doctor_compute, "FORMATS", ((4, 64, "float32"),))
     found = {finding.name: finding for finding in doctor_compute.kernel_checks()}
-    kernels._kernel.cache_clear()
     assert {"decode step", "prompts", "kernel down_add", "kernels"} <= set(found)
     assert [finding for finding in found.values() if finding.state != OK] == []
 
@@ -525,16 +516,16 @@ class TestChoice:
         records.keep(choices.path(), choices._key(FIX_A), {"way": 3})
         assert choices.remembered(FIX_A) is None
 
-    def test_what_is_timed_is_what_the_ways_are(self, monkeypatch):
-        asked = {}
-
-        def compare(names, settings):
-            asked.update(settings, names=names)
-            figures = {"decode_tps": {"median": 5.0}}
-            return {"cases": [{"engines": {name: {"figures": figures} for name in names}}]}
-
-        monkeypatch.setattr(doctor_model, "compare", compare)
+    def test_what_is_timed_is_what_the_ways_are(self, fake_engines):
+        log = fake_engines()
         found = doctor_model.decode_speeds("x")
-        assert found == dict.fromkeys(("husky", "reference", "mlx-lm"), 5.0)
-        assert asked["generation_tokens"] == [64]
-        assert asked["names"] == ["husky", "husky-eager", "mlx-lm"]
+        # The fake's trial n makes 10 n tokens a second; the first is the cold one, two are timed.
+        assert found == dict.fromkeys(("husky", "reference", "mlx-lm"), 25.0)
+        entries = log()
+        ran = {
+            entry["name"]: entry["specification"] for entry in entries if "specification" in entry
+        }
+        assert set(ran) == {"husky", "husky-eager", "mlx-lm"}
+        assert {told["model"] for told in ran.values()} == {"x"}
+        asked = [entry["request"] for entry in entries if "request" in entry]
+        assert {each["generation_tokens"] for each in asked} == {64}

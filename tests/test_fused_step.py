@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import warnings
 from collections import Counter
-from dataclasses import replace
 
+import emulated_kernels
 import mlx.core as mx
 import pytest
 import reference
@@ -23,8 +22,6 @@ from husky_mlx import (
     differences,
     emulator,
     frozen,
-    graphs,
-    kernel_source,
     kernels,
     loading,
     verdicts,
@@ -40,21 +37,9 @@ CHIPS = ["m1", "m4max", "sm_90"]
 NEAR_THE_BORDER = PROMPT + PROMPT[:10]  # 50 tokens; the CPU's caches grow by 32
 
 
-def use_kernels(monkeypatch, check):
-    def emulated(*arguments, **parts):
-        return functools.partial(emulator.MetalKernel(*arguments, **parts), check=check)
-
-    defaults = {"header": "", "ensure_row_contiguous": True}
-    monkeypatch.setattr(emulator, "metal_kernel", functools.partial(emulated, **defaults))
-    kernels._kernel.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def fast_emulator(monkeypatch):
-    """Only the results matter here: the checks of each kernel have tests of their own."""
-    use_kernels(monkeypatch, "fast")
-    yield
-    kernels._kernel.cache_clear()
+fast_emulator = pytest.fixture(autouse=True)(emulated_kernels.fast_emulator)
+kernels_of = pytest.fixture(emulated_kernels.kernels_of)
+plant = pytest.fixture(emulated_kernels.plant)
 
 
 @pytest.fixture
@@ -73,36 +58,17 @@ def on(monkeypatch):
 
 
 @pytest.fixture
-def tested_on(monkeypatch, tmp_path):
+def tested_on(kernels_of, monkeypatch, tmp_path):
     """The same with the self-test; returns the file of its verdicts."""
     path = tmp_path / "folder" / "selftest.json"
     monkeypatch.setattr(verdicts, "path", lambda: path)
 
     def choose(chip="m1"):
-        platform = Platform(chips.parse(chip)[0], "emulator")
         monkeypatch.delenv("HUSKY_KERNELS", raising=False)
-        monkeypatch.setattr(graphs, "kernel_platform", lambda tiles=None: platform)
+        kernels_of(chip)
         return path
 
     return choose
-
-
-@pytest.fixture
-def plant(monkeypatch):
-    """``plant(op, old, new)`` changes a kernel's Metal source."""
-
-    def change(op, old, new):
-        def planted(name, **how):
-            source = kernel_source.kernel_source(name, **how)
-            if name != op:
-                return source
-            assert old in source.numbered_source
-            return replace(source, numbered_source=source.numbered_source.replace(old, new))
-
-        monkeypatch.setattr(kernels, "kernel_source", planted)
-        kernels._kernel.cache_clear()
-
-    return change
 
 
 def weights_of(config, bits=4, group_size=32):

@@ -6,33 +6,35 @@ import gc
 import json
 import warnings
 import weakref
-from dataclasses import replace
 
+import emulated_kernels
 import mlx.core as mx
 import pytest
 from fixtures import FIX_A, PROMPT, mlx_weights, quantize_weights
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step, generation_stream
 
-from husky_mlx import chips, graphs, kernel_source, kernels, prefill, products, verdicts
+from husky_mlx import graphs, prefill, products, verdicts
 from husky_mlx.cache import RotatingKVCache
 from husky_mlx.errors import ContextLimitError
 from husky_mlx.greedy import greedy_tokens
 from husky_mlx.loading import build_model
-from husky_mlx.ops.gemv import Platform
 
 LONG = [(7 * i + 3) % 96 for i in range(45)]
 
 
+kernels_of = pytest.fixture(emulated_kernels.kernels_of)
+plant = pytest.fixture(emulated_kernels.plant)
+
+
 @pytest.fixture
-def emulated(monkeypatch, tmp_path):
+def emulated(kernels_of, monkeypatch, tmp_path):
     """``emulated(dequantize_from)``: models take the kernels of an M1; the file of verdicts."""
     path = tmp_path / "selftest.json"
     monkeypatch.setattr(verdicts, "path", lambda: path)
-    platform = Platform(chips.parse("m1")[0], "emulator")
 
     def choose(dequantize_from=None):
-        monkeypatch.setattr(graphs, "kernel_platform", lambda tiles=None: platform)
+        kernels_of()
         monkeypatch.setattr(graphs, "dequantize_from", lambda chip, rows, bits: dequantize_from)
         return path
 
@@ -222,22 +224,11 @@ def test_changed_weights_are_seen_by_the_next_prompt(emulated):
     assert tokens(model, LONG, 3) == theirs(fresh, LONG, 3) != before
 
 
-def test_a_fault_is_one_warning_and_prompts_take_the_reference_path(emulated, monkeypatch):
+def test_a_fault_is_one_warning_and_prompts_take_the_reference_path(emulated, plant):
     path = emulated()
-
-    def planted(name, **how):
-        source = kernel_source.kernel_source(name, **how)
-        if name != "swiglu":
-            return source
-        text = source.numbered_source
-        assert "+ N / 4]" in text
-        return replace(source, numbered_source=text.replace("+ N / 4]", "]"))
-
-    monkeypatch.setattr(kernels, "kernel_source", planted)
-    kernels._kernel.cache_clear()
+    plant("swiglu", "+ N / 4]", "]")
     with pytest.warns(UserWarning, match="kernels for prompts are off") as caught:
         model, stock = models()
-    kernels._kernel.cache_clear()
     assert len(caught) == 1
     assert tokens(model, LONG, 4) == theirs(stock, LONG, 4)
     assert model.plan.counts["prefill"] == 0 and model.plan.counts["frozen"] > 0

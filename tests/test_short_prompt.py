@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 from fixtures import FIX_A
-from test_prefill import LONG, emulated, models, theirs, tokens  # noqa: F401
+from test_prefill import LONG, emulated, kernels_of, models, theirs, tokens  # noqa: F401
 
 from husky_mlx import differences, graphs
 

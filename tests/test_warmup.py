@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fixtures import FIX_A
-from test_prefill import LONG, emulated, models, theirs, tokens  # noqa: F401
+from test_prefill import LONG, emulated, kernels_of, models, theirs, tokens  # noqa: F401
 
 from husky_mlx import device, warmup
 from husky_mlx.errors import MemoryLimitError

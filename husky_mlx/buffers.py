@@ -92,6 +92,18 @@ class CacheBuffers:
         """How many rows of the buffers are in use."""
         raise NotImplementedError
 
+    def allocate(self, tokens: int, kv_heads: int, head_dim: int, dtype: mx.Dtype) -> None:
+        """The first buffers, for ``tokens`` tokens."""
+        raise NotImplementedError
+
+    def begin_step(self, tokens: int = 1) -> tuple[int, int]:
+        """Make room for ``tokens`` more: the slot of the first and the rows in use with it."""
+        raise NotImplementedError
+
+    def advance(self, tokens: int) -> None:
+        """``tokens`` more rows are in use."""
+        raise NotImplementedError
+
     @property
     def keys(self) -> Any:
         """The buffer, None when empty, up to date with every step."""
@@ -176,6 +188,27 @@ class CacheBuffers:
             self.settle()
             padding = [(0, 0), (0, 0), (0, capacity - used), (0, 0)]
             self._take(mx.pad(x[..., :used, :], padding) for x in (self._keys, self._values))  # type: ignore[index]
+
+    def open_rows(
+        self, tokens: int, kv_heads: int, head_dim: int, dtype: mx.Dtype
+    ) -> tuple[int, int]:
+        """``begin_step`` for a kernel that writes in place, into an empty cache too."""
+        self.settle()
+        if self.empty():
+            self.allocate(tokens, kv_heads, head_dim, dtype)
+        slot = self.begin_step(tokens)
+        self.allow_writing(slot[0], dtype)
+        return slot
+
+    def close_rows(self, tokens: int, ordering: mx.array) -> None:
+        """The kernels that ``ordering`` waits for write ``tokens`` of the rows that were opened."""
+        self.ordering = ordering
+        self.advance(tokens)
+
+    def has_room_for(self, padded: int) -> bool:
+        """Whether ``padded`` rows, of which some are padding, fit without growing for them."""
+        rows = self.rows() + padded
+        return rows <= (self.capacity() or self.limit or rows)
 
     def buffers(self) -> tuple[mx.array, mx.array]:
         """Keys and values for the next step alone: not settled, not counted as shown."""

@@ -67,27 +67,6 @@ class KVCache(CacheBuffers, stock.KVCache):
         shape = (1, kv_heads, self.capacity_for(tokens), head_dim)
         self._take(_zeros(shape, dtype) for _ in range(2))
 
-    def open_rows(
-        self, tokens: int, kv_heads: int, head_dim: int, dtype: mx.Dtype
-    ) -> tuple[int, int]:
-        """``begin_step`` for a kernel that writes in place, into an empty cache too."""
-        self.settle()
-        if self.empty():
-            self.allocate(tokens, kv_heads, head_dim, dtype)
-        slot = self.begin_step(tokens)
-        self.allow_writing(slot[0], dtype)
-        return slot
-
-    def close_rows(self, offset: int, ordering: mx.array) -> None:
-        """The kernels that ``ordering`` waits for write the rows: take the new ``offset``."""
-        self.ordering = ordering
-        self.end_step(offset)
-
-    def has_room_for(self, padded: int) -> bool:
-        """Whether ``padded`` rows, of which some are padding, fit without growing for them."""
-        rows = self.offset + padded
-        return rows <= (self.capacity() or self.limit or rows)
-
     def begin_step(self, tokens: int = 1) -> tuple[int, int]:
         """Make room for ``tokens`` more: the slot of the first and the live rows with it."""
         check_limit(self.offset + tokens, self.limit)
@@ -97,6 +76,10 @@ class KVCache(CacheBuffers, stock.KVCache):
     def end_step(self, offset: int) -> None:
         """The step has written its rows: take the new ``offset``."""
         self.offset = offset
+
+    def advance(self, tokens: int) -> None:
+        """``tokens`` more rows are in use."""
+        self.offset += tokens
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -232,6 +215,15 @@ class BatchKVCache(CacheBuffers, stock.BatchKVCache):
         """The step has written its rows: take the new ``offset`` (B,)."""
         self.offset = offset
         self._idx = self._until
+
+    def advance(self, tokens: int) -> None:
+        """``tokens`` more rows of each sequence are in use."""
+        self.offset = self.offset + tokens
+        self._idx += tokens
+
+    def is_one_sequence(self) -> bool:
+        """Whether the rows in use are those of a single sequence, all of them."""
+        return self.left_padding.shape[0] == 1 and self.left_padding.item() == 0
 
     @classmethod
     def merge(cls, caches: list[Any]) -> BatchKVCache:

@@ -104,7 +104,7 @@ class Frozen:
         step = self._step
         if step is None:
             return None
-        if prompt and length > step.longest:
+        if prompt and (length > step.longest or type(caches[0]) is BatchKVCache):
             return step.prefill
         if prompt:
             step.allocate(caches)
@@ -247,9 +247,16 @@ def takes(tokens: mx.array, caches: Sequence[Any]) -> bool:
 
 
 def takes_prompt(tokens: mx.array, caches: Sequence[Any]) -> bool:
-    """Whether a call is a prompt, or a piece of one, for caches of ours that keep every token."""
-    return tokens.shape[0] == 1 and all(
-        type(c) is KVCache and c.offset == caches[0].offset for c in caches
+    """Whether a call is a prompt, or a piece of one, for caches of ours that keep every token: also
+    those of a batch of one, in which mlx-lm's server reads."""
+    kind = type(caches[0])
+    if tokens.shape[0] != 1 or kind not in (KVCache, BatchKVCache):
+        return False
+    return all(
+        type(c) is kind
+        and c.rows() == caches[0].rows()
+        and (kind is KVCache or c.is_one_sequence())
+        for c in caches
     )
 
 

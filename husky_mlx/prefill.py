@@ -9,8 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from husky_mlx.buffers import check_layout
-from husky_mlx.cache import KVCache
+from husky_mlx.buffers import CacheBuffers, check_layout
 from husky_mlx.config import LlamaConfig
 from husky_mlx.fused import ORDER_SIZE
 from husky_mlx.ops.embed import embed
@@ -70,12 +69,12 @@ class Prefill:
     def _layers(self) -> list:
         return self._products.matrices.layers
 
-    def _residual(self, tokens: mx.array, caches: Sequence[KVCache], last: bool) -> mx.array:
+    def _residual(self, tokens: mx.array, caches: Sequence[CacheBuffers], last: bool) -> mx.array:
         """The last residual (L, hidden), or only its ``last`` row (1, hidden)."""
         products = self._products
         matrices = products.matrices
         heads = matrices.heads
-        length, start = tokens.shape[1], caches[0].offset
+        length, start = tokens.shape[1], caches[0].rows()
         rows, frozen = self._padded(length, caches[0])
         shape = (heads.kv_heads, heads.head_dim, matrices.embedding.dtype)
         slots = [cache.open_rows(rows, *shape) for cache in caches]
@@ -109,11 +108,11 @@ class Prefill:
                 qkv = products.into_attention(i + 1, x)
         ordering = x.reshape(-1)[:ORDER_SIZE]
         for cache in caches:
-            cache.close_rows(start + length, ordering)
+            cache.close_rows(length, ordering)
         self._plan.count("prefill")
         return x
 
-    def _padded(self, length: int, cache: KVCache) -> tuple[int, bool]:
+    def _padded(self, length: int, cache: CacheBuffers) -> tuple[int, bool]:
         """Rows to compute for ``length`` tokens, and whether they take the frozen stages."""
         for rows in self._frozen_rows:
             if rows >= length and cache.has_room_for(rows):

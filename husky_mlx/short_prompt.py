@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from husky_mlx.cache import KVCache
+from husky_mlx.buffers import CacheBuffers
 from husky_mlx.fused import FusedGraph
 from husky_mlx.places import make_place
 from husky_mlx.plan import Plan
@@ -26,14 +26,14 @@ class ShortPrompt:
         self._prompt = mx.compile(graph.prompt) if graph.compiled else graph.prompt
         self._plan = plan
 
-    def takes(self, length: int, caches: Sequence[KVCache]) -> bool:
+    def takes(self, length: int, caches: Sequence[CacheBuffers]) -> bool:
         """Whether there is a step for ``length`` tokens, and room for its padding."""
         return length <= self.lengths[-1] and caches[0].has_room_for(self._padded(length))
 
-    def greedy(self, tokens: mx.array, caches: Sequence[KVCache]) -> tuple[mx.array, mx.array]:
+    def greedy(self, tokens: mx.array, caches: Sequence[CacheBuffers]) -> tuple[mx.array, mx.array]:
         """(1, L) token ids -> the next one (1, 1) uint32, and its logits (1, 1, vocabulary)."""
         graph = self._graph
-        length, start = tokens.shape[1], caches[0].offset
+        length, start = tokens.shape[1], caches[0].rows()
         padded = self._padded(length)
         heads = graph.weights.heads
         slots = [
@@ -47,7 +47,7 @@ class ShortPrompt:
             graph.nothing_before,
         )
         for cache in caches:
-            cache.close_rows(start + length, ordering)
+            cache.close_rows(length, ordering)
         self._plan.count("prefill")
         return token, logits
 

@@ -12,7 +12,8 @@ import mlx.core as mx
 import pytest
 from fixtures import FIX_A, PROMPT, mlx_weights, quantize_weights
 from mlx.utils import tree_flatten
-from mlx_lm.generate import generate_step, generation_stream
+from mlx_lm.generate import BatchGenerator, generate_step, generation_stream
+from mlx_lm.models.cache import BatchKVCache
 
 from husky_mlx import graphs, prefill, products, verdicts
 from husky_mlx.cache import RotatingKVCache
@@ -202,6 +203,42 @@ def test_mlx_lms_own_loop(emulated):
     emulated(4)
     model, stock = models()
     assert theirs(model, LONG, 5) == theirs(stock, LONG, 5)
+    assert model.plan.counts["prefill"] == 1 and model.plan.counts["reference"] == 0
+
+
+@pytest.mark.parametrize("length", [1, 2, 4, 5, 45])
+def test_a_single_sequence_in_a_batchs_cache(emulated, length):
+    """As mlx-lm's server reads it: the prompt, the same in pieces, and what follows."""
+    emulated(4)
+    model, stock = models()
+    for pieces in ([LONG[:length]], [LONG[:length], LONG[:7], LONG[:1]]):
+        caches = [[BatchKVCache([0]) for _ in model.layers] for _ in range(2)]
+        for piece in pieces:
+            found, wanted = (
+                m(mx.array([piece]), cache=cache)
+                for m, cache in zip((model, stock), caches, strict=True)
+            )
+            assert difference(found, wanted) < 1e-4
+        ours, theirs_ = caches[0][-1], caches[1][-1]
+        assert ours.offset.tolist() == theirs_.offset.tolist() == [sum(map(len, pieces))]
+        for a, b in zip(ours.keys_and_values(), theirs_.keys_and_values(), strict=True):
+            assert difference(a, b) < 1e-4
+    counts = model.plan.counts
+    assert counts["prefill"] > 0 and counts["reference"] == 0
+
+
+def test_mlx_lms_batch_loop_with_one_sequence(emulated):
+    emulated(4)
+    model, stock = models()
+    made = []
+    for m in (model, stock):
+        loop = BatchGenerator(m)
+        loop.insert([LONG], [6])
+        made.append([])
+        while responses := loop.next_generated():
+            made[-1] += [response.token for response in responses]
+        loop.close()
+    assert made[0] == made[1] and len(made[0]) == 6
     assert model.plan.counts["prefill"] == 1 and model.plan.counts["reference"] == 0
 
 

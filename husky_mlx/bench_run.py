@@ -175,7 +175,9 @@ def compare(
                 break
         busy = bystanders.share()
         if not interrupted:
-            roofs.append(roofs_apart())
+            # All rounds are complete: stopped here, only the second measurement is missing.
+            with contextlib.suppress(KeyboardInterrupt):
+                roofs.append(roofs_apart())
     copies = [copy for copy, _ in roofs]
     rates = [rate for _, rate in roofs if rate is not None]
     reported = [report_case(case, loaded, max(copies), max(rates, default=None)) for case in cases]

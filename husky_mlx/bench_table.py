@@ -103,11 +103,18 @@ def _case_rows(
         if any(key in engine["figures"] for engine in engines.values())
     ]
     cold = "cold_first_token_ms"
-    rows.insert(1, row("first token cold, ms", lambda name: f"{engines[name][cold]:.1f}"))
+    rows.insert(1, row("first token, warm-up, ms", lambda name: f"{engines[name][cold]:.1f}"))
+    rows.append(row("trials a round", lambda name: _repeats(engines[name]["trials"])))
     rows.append(row("load, s", lambda name: f"{loaded[name]['load_s']:.1f}"))
     rows.append(row("prompt tokens", lambda name: str(engines[name]["prompt_tokens"])))
     rows.append(row("generated tokens", lambda name: str(engines[name]["generation_tokens"])))
     return ["", *columns], rows
+
+
+def _repeats(trials: Sequence[Mapping[str, Any]]) -> str:
+    """How many trials a figure of one round is the median of."""
+    least, most = (pick(trial["repeats"] for trial in trials) for pick in (min, max))
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def _median(ratio: Mapping[str, Any] | None) -> str:

@@ -113,8 +113,8 @@ class Footprint:
         return 2 * (matrices * tokens + head) + 4 * config.query_size * seen
 
     def workspace_bytes(self, tokens: int) -> int:
-        """About what a prompt's activations take at their widest: a layer's inputs, its queries,
-        keys and values, and the MLP's three wide arrays, of one chunk."""
+        """About what a prompt's activations take at their widest: a layer's input and its norm, its
+        queries, and the MLP's three wide arrays, of one chunk."""
         config = self.config
         widest = 2 * config.hidden_size + 3 * config.intermediate_size
         return min(tokens, PROMPT_CHUNK) * (widest + config.query_size) * self.itemsize

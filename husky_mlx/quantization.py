@@ -22,7 +22,6 @@ from husky_mlx.requantize import Change, dequantize, requantize, tensors_of
 from husky_mlx.rounded import round_stream
 from husky_mlx.stream import Stream, open_stream, stream_of
 
-CALIBRATION_LENGTH = 256  # tokens a sequence
 FLOAT_DEFAULT = "4bit"
 
 
@@ -131,7 +130,7 @@ def quantize(
     if choice.calibrates:
         tokenizer = read_tokenizer(source.path, None, source.stream.config.get("eos_token_id"))
         texts = calibration_texts(choice.calibration)
-        tokens = calibration_sequences(tokenizer, texts, CALIBRATION_LENGTH)
+        tokens = calibration_sequences(tokenizer, texts)
         llama = FloatLlama(stream.args, _float_weights(source), array_module())
         notify(f"calibrating on {tokens.size} tokens of {', '.join(texts)}")
     floats = _dtype_of(source)

@@ -17,7 +17,7 @@ fake_engines = pytest.fixture(bench_fakes.fake_engines)
 
 
 def trial(**figures):
-    return dict.fromkeys(bench_report.FIGURES, 1.0) | figures
+    return dict.fromkeys(bench_report.FIGURES, 1.0) | {"repeats": 1} | figures
 
 
 def test_summary_by_hand():
@@ -53,6 +53,9 @@ def test_table_has_every_figure_and_marks_noise(fake_engines, monkeypatch, capsy
     assert lines["peak resident, MB"].split()[3:5] == ["6.0", "6.0"]
     assert lines["peak resident, MB"].split()[-1] == "1.000"
     assert lines["generated tokens"].split()[2:] == ["4", "4"]
+    assert lines["trials a round"].split()[3:] == ["1", "1"]
+    # The fake's first trial takes 1 ms.
+    assert lines["first token, warm-up, ms"].split()[4:] == ["1.0", "1.0"]
     assert "spread over 10 %: mlx-lm first_token_ms" in table
     assert "\x1b" not in table
 

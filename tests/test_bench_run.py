@@ -186,6 +186,21 @@ def test_an_interrupt_before_the_first_round_is_complete_ends_the_run(
         bench_run.compare(["husky", "mlx-lm"], SETTINGS)
 
 
+def test_an_interrupt_while_the_roofs_are_measured_again_loses_nothing(fake_engines, monkeypatch):
+    fake_engines()
+    calls = itertools.count()
+
+    def interrupting():
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return 20.0, 8.0
+
+    monkeypatch.setattr(bench_run, "roofs_apart", interrupting)
+    result = bench_run.compare(["husky"], SETTINGS)
+    assert not result["interrupted"] and len(result["cases"][0]["order"]) == 3
+    assert result["copy_gb_s"] == [20.0]
+
+
 def test_speeds_of_an_interrupted_run_are_none(fake_engines, monkeypatch):
     """``husky doctor`` keeps what it is told: a part of the rounds must not become its choice."""
     fake_engines()

@@ -247,7 +247,6 @@ class TestRecipes:
         from husky_mlx.calibrate_forward import FloatLlama
         from husky_mlx.calibrate_text import calibration_sequences
         from husky_mlx.calibrate_weights import FloatWeights
-        from husky_mlx.quantization import CALIBRATION_LENGTH
         from husky_mlx.rounding_model import round_model
 
         text = tmp_path / "text.txt"
@@ -256,7 +255,7 @@ class TestRecipes:
         assert build.name == f"m1-3bit-uniform-{rounding}"
         source = FloatWeights(copy)
         tokenizer = read_tokenizer(copy)
-        ids = calibration_sequences(tokenizer, {"": text.read_text()}, CALIBRATION_LENGTH)
+        ids = calibration_sequences(tokenizer, {"": text.read_text()})
         config = json.loads((build / "config.json").read_text())
         block = config["quantization"]
         assert (block["bits"], block["group_size"]) == (3, 64)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from husky_mlx.bench_report import BASELINE, LLAMA_CPP, SIXTEEN_BIT, describe_ru
 from husky_mlx.bench_run import ENGINES, SEED, compare
 from husky_mlx.bench_table import print_table
 from husky_mlx.errors import HuskyError
+from husky_mlx.interrupts import interrupted_by_termination
 from husky_mlx.notices import notice
 from husky_mlx.shapes import SHAPES, shape_config
 
@@ -101,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
             bench_plot.require(Path(args.plot))
         names = args.engines or DEFAULT_ENGINES
         optional = () if args.engines else OPTIONAL_ENGINES
-        with _interrupted_by_termination():
+        with interrupted_by_termination():
             result = describe_run() | compare(names, settings, optional)
         printer = print_table
     if args.json:
@@ -111,19 +109,6 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         bench_plot.draw(result, Path(args.plot))
     return 0
-
-
-@contextlib.contextmanager
-def _interrupted_by_termination() -> Iterator[None]:
-    """SIGTERM, which ``timeout`` sends, ends a run like Ctrl-C: with what is complete."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

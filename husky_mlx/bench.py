@@ -118,11 +118,17 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
             raise HuskyError(f"--{name.replace('_', '-')} does not apply here: use --engines")
     if not 0 <= args.temp < math.inf:
         raise HuskyError(f"--temp must be a number from 0 up, found {args.temp}")
+    if not 0 < args.top_p <= 1:
+        raise HuskyError(f"--top-p must be above 0 and at most 1, found {args.top_p}")
     if args.prompt_file is not None:
         if args.shape:
             raise HuskyError("--prompt-file needs --model: a --shape has no tokenizer for texts")
         if not Path(args.prompt_file).is_file():
             raise HuskyError(f"--prompt-file {args.prompt_file}: no such file")
+        try:
+            Path(args.prompt_file).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise HuskyError(f"--prompt-file {args.prompt_file}: not UTF-8: {error}") from error
     defaults = {"bits": 4, "group_size": 64, "dtype": "bfloat16"}
     weights = {name: getattr(args, name) for name in defaults}
     if args.shape:

@@ -58,7 +58,7 @@ def _users(path: Path) -> dict[str, str]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text: {error}") from error
     except OSError as error:
-        raise OSError(f"{path}: cannot be read as text: {error.strerror}") from error
+        raise type(error)(f"{path}: cannot be read as text: {error.strerror}") from error
     if len(text) < 2:
         raise ValueError(f"{path}: there is no text in it to read, expected 2 tokens or more")
     return {path.stem: text}

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     """
     settings = argparse.Namespace(debug=False)
     _no_bars_off_terminal()
-    warnings.formatwarning = _as_one_line
+    warnings.formatwarning = _as_one_line  # type: ignore[assignment]
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an answer does not end at what LANG cannot show

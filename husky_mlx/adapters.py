@@ -102,6 +102,9 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, mx.array]]:
     if "scale" not in parameters:
         hint = ": mlx-lm's scale is alpha / rank" if "alpha" in parameters else ""
         raise CheckpointError(f"{folder / CONFIG}: lora_parameters has no scale{hint}")
+    for name, value in (("num_layers", config["num_layers"]), ("scale", parameters["scale"])):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise CheckpointError(f"{folder / CONFIG}: {name} is {value!r}, expected a number")
     _check_pairs(tensors, folder)
     return {**config, "lora_parameters": {"dropout": 0.0, **parameters}}, tensors
 

@@ -20,6 +20,16 @@ MANIFEST = "husky.json"
 FORMAT = 1
 MODEL, BUILD = "model", "build"
 _HASHING_THREADS = 16
+# Field of a manifest -> its types in JSON.
+_FIELDS: dict[str, tuple[type, ...]] = {"files": (dict,), "source": (dict,)}
+_BUILD_FIELDS: dict[str, tuple[type, ...]] = {
+    "quant": (str,),
+    "adapter": (str, type(None)),
+    "target": (dict,),
+    "layouts": (dict,),
+    "tiles": (list,),
+    "versions": (dict,),
+}
 
 
 def write_manifest(folder: Path, kind: str, facts: Mapping[str, Any]) -> None:
@@ -58,7 +68,31 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         )
     if _text(content).encode() != found or content.get("sha256") != _own_digest(content):
         raise ArtifactError(f"{path}: it was changed after it had been written; {_AGAIN}")
+    _check_fields(path, content)
     return content
+
+
+def _check_fields(path: Path, content: Mapping[str, Any]) -> None:
+    """Its hash says that a manifest is as it was written, not that this version wrote it."""
+    kind = content.get("kind")
+    if kind not in (MODEL, BUILD):
+        raise ArtifactError(f"{path}: the kind is {kind!r}, expected {MODEL} or {BUILD}; {_AGAIN}")
+    expected = _FIELDS | (_BUILD_FIELDS if kind == BUILD else {})
+    wrong = [
+        name for name, types in expected.items() if not isinstance(content.get(name, ...), types)
+    ]
+    if "files" not in wrong and not all(map(_is_listing, content["files"].values())):
+        wrong.append("files")
+    if wrong:
+        raise ArtifactError(f"{path}: missing or not as expected: {', '.join(wrong)}; {_AGAIN}")
+
+
+def _is_listing(facts: Any) -> bool:
+    return (
+        isinstance(facts, dict)
+        and isinstance(facts.get("bytes"), int)
+        and isinstance(facts.get("sha256"), str)
+    )
 
 
 def verify(folder: Path) -> dict[str, Any] | None:

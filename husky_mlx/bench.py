@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from husky_mlx.bench_report import BASELINE, LLAMA_CPP, SIXTEEN_BIT, describe_ru
 from husky_mlx.bench_run import ENGINES, SEED, compare
 from husky_mlx.bench_table import print_table
 from husky_mlx.errors import HuskyError
+from husky_mlx.interrupts import interrupted_by_termination
 from husky_mlx.notices import notice
 from husky_mlx.shapes import SHAPES, shape_config
 
@@ -101,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
             bench_plot.require(Path(args.plot))
         names = args.engines or DEFAULT_ENGINES
         optional = () if args.engines else OPTIONAL_ENGINES
-        with _interrupted_by_termination():
+        with interrupted_by_termination():
             result = describe_run() | compare(names, settings, optional)
         printer = print_table
     if args.json:
@@ -113,19 +111,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _interrupted_by_termination() -> Iterator[None]:
-    """SIGTERM, which ``timeout`` sends, ends a run like Ctrl-C: with what is complete."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """What the engines are told, checked."""
     for name in ("backend", "max_context", "max_kv_size"):
@@ -133,11 +118,17 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
             raise HuskyError(f"--{name.replace('_', '-')} does not apply here: use --engines")
     if not 0 <= args.temp < math.inf:
         raise HuskyError(f"--temp must be a number from 0 up, found {args.temp}")
+    if not 0 < args.top_p <= 1:
+        raise HuskyError(f"--top-p must be above 0 and at most 1, found {args.top_p}")
     if args.prompt_file is not None:
         if args.shape:
             raise HuskyError("--prompt-file needs --model: a --shape has no tokenizer for texts")
         if not Path(args.prompt_file).is_file():
             raise HuskyError(f"--prompt-file {args.prompt_file}: no such file")
+        try:
+            Path(args.prompt_file).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise HuskyError(f"--prompt-file {args.prompt_file}: not UTF-8: {error}") from error
     defaults = {"bits": 4, "group_size": 64, "dtype": "bfloat16"}
     weights = {name: getattr(args, name) for name in defaults}
     if args.shape:

@@ -8,6 +8,7 @@ from typing import Any
 
 from husky_mlx.bench_report import FIGURES
 from husky_mlx.errors import HuskyError
+from husky_mlx.paths import require_writable, write_figure
 
 DRAWN = ("first_token_ms", "prefill_tps", "decode_tps", "peak_mb")
 
@@ -18,6 +19,7 @@ def require(path: Path) -> None:
         raise HuskyError(f"--plot {path}: there is no folder {path.parent}")
     if path.suffix != ".png":
         raise HuskyError(f"--plot {path}: expected a name that ends in .png")
+    require_writable(path, "--plot")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -57,4 +59,4 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         f"{result['settings']['model']} on {result['machine']['device']}{busy}\n{versions}",
         fontsize=9,
     )
-    figure.savefig(path)
+    write_figure(figure, path)

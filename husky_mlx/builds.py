@@ -83,9 +83,9 @@ def find_build(path: Path, quant: str | None = None) -> tuple[Path | None, list[
 def fits_here(facts: Mapping[str, Any]) -> bool:
     """Whether a build was made for the chip that MLX computes on; MLX does not know its cores."""
     here, target = this_machine(), facts["target"]
-    if target["label"] == "cuda":
+    if target.get("label") == "cuda":
         return here.target == "cuda"
-    return (target["target"], target["name"]) == (here.target, here.name)
+    return (target.get("target"), target.get("name")) == (here.target, here.name)
 
 
 def read_build(folder: Path, model_config: Mapping[str, Any] | None = None) -> Build:
@@ -98,7 +98,13 @@ def read_build(folder: Path, model_config: Mapping[str, Any] | None = None) -> B
     facts = artifact.verify(folder)
     assert facts is not None
     config = {**checkpoint.read_config(folder), **(model_config or {})}
-    layouts = layouts_from_json(facts["layouts"])
+    try:
+        layouts, table = layouts_from_json(facts["layouts"]), from_json(facts["tiles"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtifactError(
+            f"{folder / MANIFEST}: its layouts or tiles are not those of this version of "
+            f"husky_mlx ({error}); compile it again"
+        ) from error
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     require_memory(size, f"Loading {folder}", "A smaller model or fewer bits would fit.")
     weights, ready = read_packed(folder, layouts)
@@ -108,15 +114,14 @@ def read_build(folder: Path, model_config: Mapping[str, Any] | None = None) -> B
     here = this_machine()
     if not fits_here(facts):
         notes.append(
-            f"it was compiled for {facts['target']['label']} and this is {here.name}: its "
+            f"it was compiled for {facts['target'].get('label')} and this is {here.name}: its "
             "weights serve here too, its launch choices are left out"
         )
-    elif facts["versions"]["husky_mlx"] == __version__ and facts["target"]["name"] == here.name:
-        tiles = {
-            key: tile
-            for key, tile in from_json(facts["tiles"]).items()
-            if tile != policy(*key, here)
-        }
+    elif (
+        facts["versions"].get("husky_mlx") == __version__
+        and facts["target"].get("name") == here.name
+    ):
+        tiles = {key: tile for key, tile in table.items() if tile != policy(*key, here)}
     return Build(config, weights, False, notes, ready, tiles)
 
 

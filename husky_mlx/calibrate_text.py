@@ -54,6 +54,11 @@ def _bundled(kind: str) -> dict[str, str]:
 
 def _users(path: Path) -> dict[str, str]:
     try:
-        return {path.stem: path.read_text(encoding="utf-8")}
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise type(error)(f"{path}: cannot be read as text: {error.strerror}") from error
+    if len(text) < 2:
+        raise ValueError(f"{path}: there is no text in it to read, expected 2 tokens or more")
+    return {path.stem: text}

@@ -23,8 +23,8 @@ from husky_mlx.evaluate_models import Evaluation
 from husky_mlx.evaluate_report import figure_class, figures, plot, print_table
 from husky_mlx.loading import read_tokenizer
 from husky_mlx.notices import notice
-from husky_mlx.paths import write_whole
-from husky_mlx.recipe import FLOAT_RECIPES, RECIPES
+from husky_mlx.paths import require_writable, write_whole
+from husky_mlx.recipe import FLOAT_RECIPES, RECIPES, check_budget
 from husky_mlx.rounding_model import METHODS
 from husky_mlx.structure import AFFINE_GROUP_SIZES
 
@@ -76,10 +76,13 @@ def run(args: argparse.Namespace) -> int:
     names = args.recipes or ([] if args.compare else ["8bit", "4bit", "4bit-uniform"])
     if "auto" in names and args.budget is None:
         raise ValueError("the recipe auto needs --budget, in bits per weight")
+    if args.budget is not None:
+        check_budget(args.budget)
     if args.plot is not None:
         figure_class()
-    for file in filter(None, (args.json, args.plot)):
-        file.parent.mkdir(parents=True, exist_ok=True)
+    for name, file in (("--json", args.json), ("--plot", args.plot)):
+        if file is not None:
+            require_writable(file, name)
     held_out, calibration_text = held_out_texts(args.text), calibration_texts(args.calibrate)
     # MLX's float32 products on GPUs may pass through TF32: its rounding would be measured too.
     os.environ.setdefault("MLX_ENABLE_TF32", "0")

@@ -13,6 +13,7 @@ from rich.table import Table
 from husky_mlx.divergence import Divergence
 from husky_mlx.errors import HuskyError
 from husky_mlx.evaluate_models import Row
+from husky_mlx.paths import write_figure
 
 MEANING = (
     "bits: of a weight, with its share of scales. KL: the mean divergence of the next token's "
@@ -121,4 +122,4 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         axes.annotate(row.name, place, xytext=(4, 4), textcoords="offset points", fontsize=8)
     axes.set(xlabel="MB", ylabel="KL, nats a token", yscale="log")
     axes.legend()
-    figure.savefig(path, format="png")
+    write_figure(figure, path)

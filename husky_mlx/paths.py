@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import platformdirs
+
+from husky_mlx.errors import OutputError
 
 
 def cache_dir() -> Path:
@@ -26,17 +30,41 @@ def child_environment() -> dict[str, str]:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file, and its folder if need be, in one step: another process reads all of it, or
-    what was there before. Raises OSError, and leaves nothing behind."""
+    what was there before. Raises OSError, and leaves nothing behind, nor when it is interrupted."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".husky-", delete=False) as file:
         try:
             file.write(data)
             file.close()
             os.replace(file.name, path)
-        except OSError:
+        except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(file.name)
             raise
+
+
+def write_figure(figure: Any, path: Path) -> None:
+    """A matplotlib figure as a PNG, by ``write_whole``."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    write_whole(path, picture.getvalue())
+
+
+def require_writable(path: Path, option: str) -> None:
+    """Raise OutputError where the file that ``option`` names could not be written: it is written
+    last, after what may take hours. Its folder is made then."""
+    place = path.absolute().parent
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if path.is_dir():
+        reason = "it is a folder, expected the name of a file"
+    elif not place.is_dir():
+        reason = f"{place} is a file, not a folder"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        reason = f"{place} cannot be written"
+    else:
+        return
+    raise OutputError(f"{option} {path}: {reason}")
 
 
 @contextlib.contextmanager

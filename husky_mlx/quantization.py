@@ -46,6 +46,8 @@ class Choice:
             raise ValueError(f"unknown recipe {self.recipe!r}, expected one of {known}")
         if (self.recipe == "auto") != (self.budget is not None):
             raise ValueError("the recipe 'auto' and a budget in bits per weight need each other")
+        if self.budget is not None:
+            recipe.check_budget(self.budget)
         if self.calibration is not None and not self.calibrates:
             raise ValueError(
                 "calibration text changes nothing here: it is for the recipe 'auto' and the "

@@ -198,6 +198,14 @@ def allocate(
     return min([allocation, *affordable], key=cost)
 
 
+def check_budget(bits_per_weight: float) -> None:
+    """Raise ValueError for what is no number of bits, before anything is measured for it."""
+    if not 0 < bits_per_weight < math.inf:
+        raise ValueError(
+            f"a budget is a number of bits per weight above 0, as in 4.5, found {bits_per_weight:g}"
+        )
+
+
 def _choices(
     tensor: Tensor, costs: Mapping[QuantSpec | None, float]
 ) -> list[tuple[int, float, QuantSpec | None]]:

@@ -26,9 +26,11 @@ def check_output(path: Path, overwrite: bool) -> None:
     """
     if not os.path.lexists(path):
         return
+    if path.is_symlink():
+        raise OutputError(f"{path} is a link: name the folder it points to, or choose another name")
     if not overwrite:
         raise OutputError(f"{path} exists already: choose another name, or give --overwrite")
-    if path.is_symlink() or not (path / MANIFEST).is_file():
+    if not (path / MANIFEST).is_file():
         raise OutputError(
             f"{path}: --overwrite replaces only folders that husky wrote, and there is no "
             f"{MANIFEST} in it"
@@ -62,14 +64,21 @@ def whole_folder(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         staged = path.parent / f"{_PARTIAL}{os.getpid()}-{path.name}"
         staged.mkdir()
     except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror}") from error
+        raise OutputError(
+            f"{path}: cannot be written: {error.strerror}: {error.filename}"
+        ) from error
     try:
         yield staged
         check_output(path, overwrite)
         replaced = path.parent / f"{_PARTIAL}{os.getpid()}-old-{path.name}"
         if path.exists():
             os.rename(path, replaced)
-        os.rename(staged, path)
+        try:
+            os.rename(staged, path)
+        except BaseException:
+            if replaced.exists() and not path.exists():
+                os.rename(replaced, path)
+            raise
         shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
         if isinstance(error, HuskyError):

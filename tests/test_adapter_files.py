@@ -242,3 +242,13 @@ class TestCompile:
         (adapter / "adapter_config.json").write_text(json.dumps(config))
         with pytest.raises(UnsupportedModel, match="`husky fuse` makes a model of it"):
             compile_model(base, "cpu", Choice(adapter=str(adapter)), "/none")
+
+
+@pytest.mark.parametrize("field", ["num_layers", "scale"])
+def test_words_where_numbers_belong_are_named(field, base, adapter):
+    path = adapter / "adapter_config.json"
+    config = json.loads(path.read_text())
+    (config if field == "num_layers" else config["lora_parameters"])[field] = "x"
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"{field} is 'x', expected a number"):
+        load(str(base), adapter_path=str(adapter))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from husky_mlx import artifact
+from husky_mlx.compilation import compile_model
 from husky_mlx.conversion import convert
 from husky_mlx.errors import ArtifactError
 from husky_mlx.loading import load
@@ -108,3 +111,60 @@ def test_a_folder_without_a_manifest_is_nobodys(tmp_path):
     (tmp_path / artifact.MANIFEST).mkdir()
     with pytest.raises(ArtifactError, match="cannot be read"):
         artifact.verify(tmp_path)
+
+
+def forged(folder: Path, **changes) -> None:
+    """A manifest of other content, as another version could have written it: its hash is right."""
+    path = folder / artifact.MANIFEST
+    content = {**json.loads(path.read_text()), **changes}
+    content = {k: v for k, v in content.items() if v is not ... and k != "sha256"}
+
+    def text() -> str:
+        return json.dumps(content, sort_keys=True, indent=1, ensure_ascii=False) + "\n"
+
+    content["sha256"] = hashlib.sha256(text().encode()).hexdigest()
+    path.write_text(text())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kind": ...}, "the kind is None"),
+        ({"kind": []}, "the kind is []"),
+        ({"files": ...}, "files"),
+        ({"files": [1]}, "files"),
+        ({"files": {"config.json": 3}}, "files"),
+        ({"files": {"config.json": {"bytes": 3}}}, "files"),
+        ({"source": "x"}, "source"),
+        ({"kind": "build"}, "quant, adapter, target, layouts, tiles, versions"),
+    ],
+)
+def test_fields_that_are_missing_or_of_another_type(changes, words, copy):
+    forged(copy, **changes)
+    message = refusal(copy)
+    assert str(copy / artifact.MANIFEST) in message and words in message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layouts": {"lm_head": {}}},
+        {"layouts": {"lm_head": 3}},
+        {"tiles": [3]},
+        {"tiles": [{"op": "x"}]},
+    ],
+)
+def test_a_build_with_layouts_or_tiles_of_another_kind(changes, copy):
+    build = compile_model(copy, "cpu", output=copy.parent / "build", notify=pytest.fail).path
+    forged(build, **changes)
+    assert "its layouts or tiles are not those" in refusal(build)
+
+
+@pytest.mark.parametrize("field", ["target", "versions"])
+def test_a_build_that_does_not_say_what_it_is_for_runs_without_its_choices(field, copy):
+    build = compile_model(copy, "cpu", output=copy.parent / "build", notify=pytest.fail).path
+    forged(build, **{field: {}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, _ = load(str(build))
+    assert model.layers

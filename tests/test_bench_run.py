@@ -409,3 +409,17 @@ def test_bystanders_are_others_alone(monkeypatch):
     finally:
         worker.kill()
         worker.wait()
+
+
+def test_what_no_engine_could_take_is_refused_before_one_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench_run, "EngineProcess", None)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    words = {
+        "--top-p 7": "--top-p must be",
+        "--top-p nan": "--top-p must be",
+        f"--prompt-file {tmp_path / 'binary'}": "not UTF-8",
+    }
+    for given, said in words.items():
+        monkeypatch.setattr(sys, "argv", ["bench", "--model", "m", *given.split()])
+        assert bench.main() == 1
+        assert said in capsys.readouterr().err

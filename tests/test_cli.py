@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,14 @@ def husky(*words: str, **options) -> subprocess.CompletedProcess:
         env=environment,
         timeout=120,
         **options,
+    )
+
+
+def test_a_warning_is_one_line_without_code(capsys, monkeypatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    cli.main(["--version"])
+    assert warnings.formatwarning("two\nlines", UserWarning, "file.py", 3, "code()") == (
+        "husky: warning: two lines\n"
     )
 
 

@@ -150,6 +150,35 @@ class TestWhole:
         converted(fix_b, tmp_path / "out.hky")
         assert [file.name for file in tmp_path.iterdir()] == ["out.hky"]
 
+    @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+    def test_interrupted_leaves_nothing(self, sent, fix_b, tmp_path):
+        code = (
+            "import os, sys; from husky_mlx import cli, conversion\n"
+            f"conversion.write_tokenizer = lambda *_: os.kill(os.getpid(), {int(sent)})\n"
+            "sys.exit(cli.main(['convert', '--model', sys.argv[1], '--output', sys.argv[2]]))"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        words = [sys.executable, "-c", code, str(fix_b), str(tmp_path / "out.hky")]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (130, "") and "Traceback" not in done.stderr
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_folder_that_cannot_be_replaced_stays(self, fix_b, tmp_path, monkeypatch):
+        path = converted(fix_b, tmp_path / "out.hky")
+        before = (path / "husky.json").read_bytes()
+        rename = os.rename
+
+        def failing(source, target):
+            if target == path and "-old-" not in str(source):
+                raise OSError(5, "Input/output error")
+            rename(source, target)
+
+        monkeypatch.setattr(staging.os, "rename", failing)
+        with pytest.raises(OutputError, match="Input/output error"):
+            converted(fix_b, path, overwrite=True)
+        assert (path / "husky.json").read_bytes() == before
+        assert list(tmp_path.iterdir()) == [path]
+
     def test_a_full_disk_is_said_before_anything_is_written(self, fix_b, tmp_path, monkeypatch):
         usage = staging.shutil.disk_usage(tmp_path)._replace(free=20_000_000)
         monkeypatch.setattr(staging.shutil, "disk_usage", lambda place: usage)
@@ -170,7 +199,7 @@ class TestWhole:
                 converted(fix_q, other, overwrite=True)
         link = tmp_path / "link"
         link.symlink_to(target)
-        with pytest.raises(OutputError, match="only folders that husky wrote"):
+        with pytest.raises(OutputError, match="is a link"):
             converted(fix_q, link, overwrite=True)
 
     def test_a_failure_keeps_what_was_there(self, fix_b, tmp_path, monkeypatch):

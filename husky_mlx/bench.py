@@ -32,25 +32,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``husky bench``, named as mlx-lm's benchmark names them."""
     parser.epilog = "husky bench ops times kernel by kernel; it has options of its own"
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("--model", default="smollm2", help="folder, .gguf, alias or repo")
+    model.add_argument(
+        "--model", default="smollm2", help="folder, .gguf, alias or repo (default smollm2)"
+    )
     model.add_argument("--shape", choices=SHAPES, help="random weights of these dimensions instead")
     parser.add_argument("--bits", type=int, choices=(4, 8, 16), help="with --shape (default 4)")
     parser.add_argument("--group-size", type=int, choices=(32, 64, 128), help="(default 64)")
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), help="(default bfloat16)"
     )
-    lengths = "(default 64 and 32 on the CPU, 1024 and 512 elsewhere)"
     parser.add_argument(
         "-p",
         "--prompt-tokens",
         type=numbers_from(1),
-        help=f"comma-separated prompt lengths {lengths}",
+        help="comma-separated prompt lengths (default 64 on the CPU, else 1024)",
     )
     parser.add_argument(
         "-g",
         "--generation-tokens",
         type=numbers_from(2),
-        help="comma-separated numbers of tokens to generate",
+        help="comma-separated numbers of tokens to generate (default 32 on the CPU, else 512)",
     )
     parser.add_argument(
         "-b",
@@ -77,7 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--predict",
         metavar="CHIPS",
-        help="time nothing: the roofs of these chips, as in m1,m3pro,m4max-40c",
+        help="time nothing: the roofs of these chips, as in m1,m3pro,m4max-40c (default -p 1024 "
+        "-g 512)",
     )
     parser.add_argument("--memory", metavar="SIZE", help="with --predict, as in 16gb")
     output = parser.add_mutually_exclusive_group()

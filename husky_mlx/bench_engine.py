@@ -45,6 +45,7 @@ from husky_mlx.footprint import Footprint
 from husky_mlx.loading import build_model, load
 from husky_mlx.memory import memory_limit
 from husky_mlx.model import Model
+from husky_mlx.notices import warnings_as_notices
 from husky_mlx.structure import expected_shapes
 
 
@@ -247,7 +248,8 @@ def main() -> int:
     def reply(message: dict) -> None:
         print(json.dumps(message), file=pipe)
 
-    return serve(sys.stdin, reply)
+    with warnings_as_notices():
+        return serve(sys.stdin, reply)
 
 
 if __name__ == "__main__":

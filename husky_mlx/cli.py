@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 # Not `from husky_mlx import ...`: the package looks a name up in mlx_lm before its own modules.
 import husky_mlx.forward as forward
 from husky_mlx.errors import HuskyError
+from husky_mlx.notices import warnings_as_notices
 
 _OURS = {
     "demo": ("husky_mlx.demo", "one answer from a small real model, fetched once: try this first"),
@@ -64,7 +65,8 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an answer does not end at what LANG cannot show
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv), settings, program)
+        with warnings_as_notices():
+            code = _run(list(sys.argv[1:] if argv is None else argv), settings, program)
         sys.stdout.flush()
         return code
     except SystemExit as stop:

@@ -104,7 +104,11 @@ def run(args: argparse.Namespace) -> int:
         names = args.engines or DEFAULT_ENGINES
         optional = () if args.engines else OPTIONAL_ENGINES
         with _interrupted_by_termination():
-            result = describe_run() | compare(names, settings, optional)
+            try:
+                result = describe_run() | compare(names, settings, optional)
+            except KeyboardInterrupt:
+                notice("interrupted: no round was complete, there is nothing to report")
+                raise
         printer = print_table
     if args.json:
         print(json.dumps(result, indent=2, allow_nan=False))

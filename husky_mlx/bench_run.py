@@ -166,7 +166,6 @@ def compare(
             request = {"prompts": rows, "generation_tokens": generated}
             case = _run_case(engines, names, request, done["num_trials"])
             if case is None and not cases:
-                notice("interrupted: no round was complete, so that there is nothing to report")
                 raise KeyboardInterrupt
             if case is not None:
                 cases.append(case)

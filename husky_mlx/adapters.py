@@ -117,6 +117,8 @@ def _tensors(path: Path) -> dict[str, mx.array]:
         mx.eval(found)
     except (RuntimeError, ValueError, IndexError) as error:
         raise CheckpointError(f"{path}: MLX cannot read it: {error}") from error
+    if not found:
+        raise CheckpointError(f"{path}: there is nothing in it")
     return found
 
 

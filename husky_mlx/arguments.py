@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 
 def add_target(
@@ -18,6 +18,11 @@ def add_target(
         help=f"{others}m3pro, m4max-40c, sm_90 (default: this machine)",
     )
     parser.add_argument("--memory", metavar="SIZE", help=f"of the target, as in 36gb: {memory}")
+
+
+def listed(descriptions: Mapping[str, str]) -> str:
+    """Names with what they mean, one a line, for the end of a help text."""
+    return "\n".join(f"  {name:<14}{words}" for name, words in descriptions.items())
 
 
 def at_least(smallest: int) -> Callable[[str], int]:

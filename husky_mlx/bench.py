@@ -22,6 +22,7 @@ from husky_mlx.notices import notice
 from husky_mlx.shapes import SHAPES, shape_config
 
 DEFAULT_ENGINES = (SIXTEEN_BIT, BASELINE, "husky", LLAMA_CPP)
+MOST_TOKENS = 1 << 24  # beyond any model's context
 # Left out where they would show nothing, do not fit or are not there, unless they were asked for.
 OPTIONAL_ENGINES = (SIXTEEN_BIT, LLAMA_CPP)
 
@@ -30,25 +31,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``husky bench``, named as mlx-lm's benchmark names them."""
     parser.epilog = "husky bench ops times kernel by kernel; it has options of its own"
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("--model", default="smollm2", help="folder, .gguf, alias or repo")
+    model.add_argument(
+        "--model", default="smollm2", help="folder, .gguf, alias or repo (default smollm2)"
+    )
     model.add_argument("--shape", choices=SHAPES, help="random weights of these dimensions instead")
     parser.add_argument("--bits", type=int, choices=(4, 8, 16), help="with --shape (default 4)")
     parser.add_argument("--group-size", type=int, choices=(32, 64, 128), help="(default 64)")
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), help="(default bfloat16)"
     )
-    lengths = "(default 64 and 32 on the CPU, 1024 and 512 elsewhere)"
     parser.add_argument(
         "-p",
         "--prompt-tokens",
         type=numbers_from(1),
-        help=f"comma-separated prompt lengths {lengths}",
+        help="comma-separated prompt lengths (default 64 on the CPU, else 1024)",
     )
     parser.add_argument(
         "-g",
         "--generation-tokens",
         type=numbers_from(2),
-        help="comma-separated numbers of tokens to generate",
+        help="comma-separated numbers of tokens to generate (default 32 on the CPU, else 512)",
     )
     parser.add_argument(
         "-b",
@@ -75,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--predict",
         metavar="CHIPS",
-        help="time nothing: the roofs of these chips, as in m1,m3pro,m4max-40c",
+        help="time nothing: the roofs of these chips, as in m1,m3pro,m4max-40c (default -p 1024 "
+        "-g 512)",
     )
     parser.add_argument("--memory", metavar="SIZE", help="with --predict, as in 16gb")
     output = parser.add_mutually_exclusive_group()
@@ -99,8 +102,11 @@ def run(args: argparse.Namespace) -> int:
             bench_plot.require(Path(args.plot))
         names = args.engines or DEFAULT_ENGINES
         optional = () if args.engines else OPTIONAL_ENGINES
-        with interrupted_by_termination():
+        try:
             result = describe_run() | compare(names, settings, optional)
+        except KeyboardInterrupt:
+            notice("interrupted: no round was complete, there is nothing to report")
+            raise
         printer = print_table
     if args.json:
         print(json.dumps(result, indent=2, allow_nan=False))
@@ -129,6 +135,9 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
             Path(args.prompt_file).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise HuskyError(f"--prompt-file {args.prompt_file}: not UTF-8: {error}") from error
+    tokens = max(args.prompt_tokens or [0]) * max(args.batch_size)
+    if tokens > MOST_TOKENS:
+        raise HuskyError(f"{tokens:,} tokens in a prompt, -p times -b: at most {MOST_TOKENS:,}")
     defaults = {"bits": 4, "group_size": 64, "dtype": "bfloat16"}
     weights = {name: getattr(args, name) for name in defaults}
     if args.shape:
@@ -167,7 +176,8 @@ def main() -> int:
     add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show the engines' tracebacks")
     try:
-        return run(parser.parse_args())
+        with interrupted_by_termination():
+            return run(parser.parse_args())
     except (HuskyError, ValueError, OSError) as error:
         notice(f"error: {error}")
         return 1

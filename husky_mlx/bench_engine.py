@@ -45,6 +45,7 @@ from husky_mlx.footprint import Footprint
 from husky_mlx.loading import build_model, load
 from husky_mlx.memory import memory_limit
 from husky_mlx.model import Model
+from husky_mlx.notices import warnings_as_notices
 from husky_mlx.structure import expected_shapes
 
 
@@ -69,7 +70,8 @@ def serve(requests: IO[str], reply: Callable[[dict], None]) -> int:
     except Exception as error:
         if specification["debug"]:
             traceback.print_exc()
-        reply({"error": f"{type(error).__name__}: {error}"})
+        ours = isinstance(error, HuskyError)
+        reply({"error": str(error) if ours else f"{type(error).__name__}: {error}"})
         return 1
     return 0
 
@@ -247,7 +249,8 @@ def main() -> int:
     def reply(message: dict) -> None:
         print(json.dumps(message), file=pipe)
 
-    return serve(sys.stdin, reply)
+    with warnings_as_notices():
+        return serve(sys.stdin, reply)
 
 
 if __name__ == "__main__":

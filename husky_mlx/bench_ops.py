@@ -65,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ops", type=_op_names, default=list(OPS), help=f"comma-separated, of {', '.join(OPS)}"
     )
-    parser.add_argument("-n", "--rounds", type=at_least(1), default=7, help="rounds timed")
+    parser.add_argument(
+        "-n", "--rounds", type=at_least(1), default=7, help="rounds timed (default 7)"
+    )
     parser.add_argument("--json", action="store_true", help="only JSON on stdout")
 
 

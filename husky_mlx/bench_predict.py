@@ -101,7 +101,8 @@ def print_prediction(result: Mapping[str, Any], *, markdown: bool = False) -> No
     header += [f"memory {name}, MB" for name in names]
     print()
     print_rows(header, [_cells(row, names) for row in result["rows"]], markdown=markdown)
-    print("\n* more than the least memory that the chip is sold with lets MLX use")
+    if any(roof["fits"] is False for row in result["rows"] for roof in row["roofs"].values()):
+        print("\n* more than the least memory that the chip is sold with lets MLX use")
 
 
 def _cells(row: Mapping[str, Any], names: Sequence[str]) -> list[str]:

@@ -13,13 +13,13 @@ import os
 import sys
 import textwrap
 import traceback
-import warnings
 from collections.abc import Mapping, Sequence
 
 # Not `from husky_mlx import ...`: the package looks a name up in mlx_lm before its own modules.
 import husky_mlx.forward as forward
 from husky_mlx.errors import HuskyError
 from husky_mlx.interrupts import interrupted_by_termination
+from husky_mlx.notices import warnings_as_notices
 
 _OURS = {
     "demo": ("husky_mlx.demo", "one answer from a small real model, fetched once: try this first"),
@@ -62,12 +62,12 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     """
     settings = argparse.Namespace(debug=False)
     _no_bars_off_terminal()
-    warnings.formatwarning = _as_one_line  # type: ignore[assignment]
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # an answer does not end at what LANG cannot show
     try:
-        code = _run(list(sys.argv[1:] if argv is None else argv), settings, program)
+        with warnings_as_notices():
+            code = _run(list(sys.argv[1:] if argv is None else argv), settings, program)
         sys.stdout.flush()
         return code
     except SystemExit as stop:
@@ -192,11 +192,6 @@ def _exit_code(stop: SystemExit) -> int:
         print(stop.code, file=sys.stderr)
         return 1
     return stop.code or 0
-
-
-def _as_one_line(message: Warning | str, category: type[Warning], *place: object) -> str:
-    """Where in the code a warning comes from means nothing to who runs a command."""
-    return f"husky: warning: {' '.join(str(message).split())}\n"
 
 
 def _no_bars_off_terminal() -> None:

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from husky_mlx.arguments import add_target
+from husky_mlx.arguments import add_target, listed
 from husky_mlx.chips import parse_memory
 from husky_mlx.compilation import Compiled, compile_model
 from husky_mlx.quantization import Choice
@@ -37,9 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``husky compile``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = textwrap.fill(DESCRIPTION, 80)
-    names = "\n".join(f"  {name:<14}{words}" for name, words in RECIPES.items())
-    methods = "\n".join(f"  {name:<14}{words}" for name, words in METHODS.items())
-    parser.epilog = f"recipes:\n{names}\n\nroundings:\n{methods}"
+    parser.epilog = f"recipes:\n{listed(RECIPES)}\n\nroundings:\n{listed(METHODS)}"
     parser.add_argument("model", help="a .hky folder; with --output any model that husky loads")
     add_target(
         parser,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from husky_mlx import bench_run, sources
-from husky_mlx.arguments import at_least
+from husky_mlx.arguments import at_least, listed
 from husky_mlx.bench_report import describe_run
 from husky_mlx.calibrate_forward import array_module
 from husky_mlx.calibrate_text import (
@@ -34,7 +34,8 @@ _PROMPT_TOKENS, _GENERATION_TOKENS, _ROUNDS = 128, 64, 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``husky eval``."""
-    parser.epilog = "recipes: " + "; ".join(f"{name}: {words}" for name, words in RECIPES.items())
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"recipes:\n{listed(RECIPES)}\n\nroundings:\n{listed(METHODS)}"
     parser.add_argument(
         "--model",
         default="smollm2",

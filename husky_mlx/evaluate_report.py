@@ -82,7 +82,14 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def _table(headers: Sequence[str], title: str | None = None) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    # The names of the default recipes stay on one line at 80 columns.
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=title,
+        title_justify="left",
+        pad_edge=False,
+        collapse_padding=True,
+    )
     table.add_column("model", overflow="fold")
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)

@@ -35,8 +35,9 @@ def losses(changes: Sequence[Change]) -> str | None:
     if not lowered:
         return None
     worst = max(lowered, key=lambda change: change.error or 0.0)
+    were = "1 matrix was" if len(lowered) == 1 else f"{len(lowered)} matrices were"
     return (
-        f"{len(lowered)} matrices were quantized already and have been again: their values are off "
+        f"{were} quantized already and quantized again: values are off "
         f"by up to {worst.error:.2%} (root mean square, {worst.tensor.path})"
     )
 

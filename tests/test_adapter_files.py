@@ -157,6 +157,7 @@ class TestLoad:
             (lambda f: (f / "adapter_config.json").write_text("{}"), "num_layers or lora_param"),
             (lambda f: (f / "adapters.safetensors").unlink(), "expected the adapter's weights"),
             (lambda f: (f / "adapters.safetensors").write_bytes(b"x"), "MLX cannot read it"),
+            (lambda f: mx.save_safetensors(str(f / "adapters.safetensors"), {}), "nothing in it"),
         ],
     )
     def test_damaged_adapters_are_named(self, damage, says, base, adapter):

@@ -56,6 +56,7 @@ def test_the_table_says_that_it_is_predicted(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "PREDICTED from data sheets and byte counts, nothing was measured" in out
     assert "m5max, 40c, 48 GB" in out and "sm_86, 18 SMs" in out and "not known" in out
+    assert "more than the least memory" not in out
     # Not quantized: one column only.
     assert "4 bit" not in out
     assert cli.main([*words, "--markdown"]) == 0
@@ -82,3 +83,10 @@ def test_a_refused_model_gives_its_reasons(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({**FIX_A, "model_type": "qwen2"}))
     assert cli.main(["bench", "--predict", "m1", "--model", str(tmp_path)]) == 1
     assert "model_type is 'qwen2'" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_marked_and_explained(capsys):
+    """16 GB of weights in 16 bit, of the 8 GB that the smallest M1 is sold with."""
+    assert cli.main(["bench", "--predict", "m1-8c", "--shape", "llama-3.1-8b"]) == 0
+    out = capsys.readouterr().out
+    assert out.count(" *") == 1 and "* more than the least memory" in out

@@ -235,6 +235,7 @@ def test_interrupt_ends_the_engines(tmp_path, sent):
     process.send_signal(sent)
     out, errors = process.communicate(timeout=30)
     assert (process.returncode, out) == (130, b"")
+    assert b"interrupted: no round was complete" in errors
     assert b"Traceback" not in errors
     pids = {json.loads(line)["pid"] for line in log.read_text().splitlines()}
     assert len(pids) == 3  # llama.cpp is left out
@@ -271,6 +272,8 @@ def test_flags_that_would_be_ignored_are_refused():
     args.backend = "mlx"
     with pytest.raises(HuskyError, match="--backend does not apply"):
         bench.run(args)
+    with pytest.raises(HuskyError, match="20,000,000 tokens in a prompt"):
+        bench.run(parser.parse_args(["-p", "5,10000000", "-b", "1,2"]))
 
 
 def test_command_end_to_end_prints_only_json(tmp_path):

@@ -520,3 +520,14 @@ def test_a_port_out_of_range_ends_the_server_before_it_starts(tmp_path, capsys):
     folder = write_fix_b(tmp_path)
     assert cli.main(["server", "--model", str(folder), "--port", "99999"]) == 1
     assert "--port must be from 0 to 65535, found 99999" in capsys.readouterr().err
+
+
+def test_a_warning_is_one_line_without_a_place_in_the_code():
+    driver = (
+        "import sys, warnings; from husky_mlx import cli; "
+        "cli._run = lambda *words: warnings.warn('take care') or 0; sys.exit(cli.main([]))"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", driver], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert (run.returncode, run.stderr) == (0, "husky: warning: take care\n")

@@ -216,7 +216,7 @@ class TestRecipes:
         q8 = convert(copy, tmp_path / "q.hky", quantization=Quantization.of(8))
         assert cli.main(["compile", str(q8), "--target", "cpu", "--quant", "4bit"]) == 0
         captured = capsys.readouterr()
-        assert "14 matrices were quantized already and have been again" in captured.err
+        assert "14 matrices were quantized already and quantized again" in captured.err
         worst = float(re.search(r"off by up to ([\d.]+)%", captured.err)[1])
         assert 5 < worst < 15, "4 bits over numbers of 8"
         # The embedding keeps its 8 bits, exactly.

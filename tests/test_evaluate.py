@@ -15,7 +15,8 @@ from fixtures import FIX_B, mlx_weights, numpy_weights, quantize_weights, write_
 from husky_mlx import cli, divergence
 from husky_mlx.calibrate_text import DOMAINS
 from husky_mlx.divergence import Divergence, compare
-from husky_mlx.evaluate_report import differs
+from husky_mlx.evaluate_models import Row
+from husky_mlx.evaluate_report import differs, print_table
 
 fake_engines = pytest.fixture(bench_fakes.fake_engines)
 
@@ -169,6 +170,14 @@ def test_bundled_domains(model, capsys, monkeypatch):
     headers = [line.split() for line in out.splitlines() if "chinese" in line]
     assert headers == [["model", *DOMAINS]] * 3, out
     assert "1 token in" in out
+
+
+def test_the_default_recipes_fit_a_terminal_of_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    found = Divergence(tokens=300, divergence=300.0, surprise=1500.0, agreeing=290)
+    print_table([Row("4bit-uniform", "rtn", 12_345_600_000, 4.5, {"general": found})])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "12,345.6" in line)
+    assert line.split()[:2] == ["4bit-uniform", "rtn"] and "1 token in 30.0" in line
 
 
 def test_plot(tmp_path, model, text):

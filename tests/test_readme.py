@@ -58,7 +58,7 @@ SHAPE = {"NAME": "smollm2-135m"}
 SMALLER = dict.fromkeys(("llama-3.2-1b", "llama-3.1-8b"), "smollm2-135m")
 RUNS = {
     "husky demo": Run("decode ", "--max-tokens 8", real=True),
-    'husky generate --model smollm2 --prompt "Write a haiku about snow"': Run(
+    'husky generate --model smollm2 --prompt "What is the capital of France?"': Run(
         "Generation: 8 tokens", "--max-tokens 8", real=True
     ),
     "husky chat --model mlx-community/Llama-3.2-3B-Instruct-4bit": Run(

@@ -7,15 +7,20 @@ from collections.abc import Callable, Mapping
 
 
 def add_target(
-    parser: argparse.ArgumentParser, others: str, memory: str, default: str | None = None
+    parser: argparse.ArgumentParser,
+    others: str,
+    memory: str,
+    default: str | None = None,
+    *,
+    here: str = "this machine",
 ) -> None:
     """Add ``--target`` and ``--memory``. ``others``: what a target may be besides a chip;
-    ``memory``: what its size is for."""
+    ``memory``: what its size is for; ``here``: the default in words."""
     parser.add_argument(
         "--target",
         metavar="CHIP",
         default=default,
-        help=f"{others}m3pro, m4max-40c, sm_90 (default: this machine)",
+        help=f"{others}m3pro, m4max-40c, sm_90 (default: {here})",
     )
     parser.add_argument("--memory", metavar="SIZE", help=f"of the target, as in 36gb: {memory}")
 

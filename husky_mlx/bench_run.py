@@ -216,7 +216,7 @@ def _left_out(
     others = list(loaded.values())
     if name == LLAMA_CPP:
         if importlib.util.find_spec("xllamacpp") is None:
-            return "xllamacpp is not installed"
+            return "xllamacpp is not installed (pip install 'husky-mlx[bench]')"
         if others[0]["target"] != "cpu" or not others[0]["gguf"]:
             return "it compares with the CPU build on .gguf files"
         if settings["temp"] or settings["batch"] != [1]:

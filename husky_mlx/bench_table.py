@@ -45,11 +45,12 @@ def print_table(result: Mapping[str, Any], *, markdown: bool = False) -> None:
             "median (min to max); ! marks a spread over 10 %; ratios are medians over rounds"
         )
     print(end.join(lines))
-    for case in result["cases"]:
+    for number, case in enumerate(result["cases"]):
         print(f"\n{_title(case)}\n")
-        print_rows(*_case_rows(case, result["engines"]), markdown=markdown)
+        rows = _case_rows(case, result["engines"], cold=number == 0)
+        print_rows(*rows, markdown=markdown)
         if case["noisy"]:
-            print(f"\nspread over 10 %: {', '.join(case['noisy'])}. Is the machine busy?")
+            print(f"\n{len(case['noisy'])} figures spread over 10 %, those with !: a busy machine?")
     if result["interrupted"]:
         print("\ninterrupted: these are the rounds that were complete")
     if result["busy"]:
@@ -75,9 +76,12 @@ def _title(case: Mapping[str, Any]) -> str:
 
 
 def _case_rows(
-    case: Mapping[str, Any], loaded: Mapping[str, Any]
+    case: Mapping[str, Any], loaded: Mapping[str, Any], *, cold: bool
 ) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: the engines, with ours over stock right behind ours, then other ratios."""
+    """Header and rows: the engines, with ours over stock right behind ours, then other ratios.
+
+    ``cold``: the engines did nothing before this case's first trial.
+    """
     engines, ratios = case["engines"], case["ratios"]
     columns = list(engines)
     if MAIN_RATIO in ratios:
@@ -102,8 +106,9 @@ def _case_rows(
         for key, label in FIGURES.items()
         if any(key in engine["figures"] for engine in engines.values())
     ]
-    cold = "cold_first_token_ms"
-    rows.insert(1, row("first token, warm-up, ms", lambda name: f"{engines[name][cold]:.1f}"))
+    label = "first token cold, ms" if cold else "first token of this length, ms"
+    apart = "cold_first_token_ms"
+    rows.insert(1, row(label, lambda name: f"{engines[name][apart]:.1f}"))
     rows.append(row("trials a round", lambda name: _repeats(engines[name]["trials"])))
     rows.append(row("load, s", lambda name: f"{loaded[name]['load_s']:.1f}"))
     rows.append(row("prompt tokens", lambda name: str(engines[name]["prompt_tokens"])))

@@ -19,7 +19,8 @@ from husky_mlx.calibrate_text import (
     sequences,
 )
 from husky_mlx.calibrate_weights import FloatWeights
-from husky_mlx.evaluate_models import Evaluation
+from husky_mlx.errors import HuskyError
+from husky_mlx.evaluate_models import Evaluation, Row
 from husky_mlx.evaluate_report import figure_class, figures, plot, print_table
 from husky_mlx.loading import read_tokenizer
 from husky_mlx.notices import notice
@@ -116,8 +117,8 @@ def run(args: argparse.Namespace) -> int:
     for name, folder in others.items():
         notice(name)
         rows.append(evaluation.stored(name, folder))
-        if not args.no_speed:
-            rows[-1].decode_tps = _decode_speed(folder)
+    if not args.no_speed:
+        _add_speeds(dict(zip(others, rows[len(rows) - len(others) :], strict=True)), others)
     print_table(rows)
     if names:
         print("Decode speed is measured of models on disk only (--compare).")
@@ -142,6 +143,19 @@ def _names(known: Mapping[str, str]) -> Callable[[str], list[str]]:
         return names
 
     return parse
+
+
+def _add_speeds(rows: Mapping[str, Row], folders: Mapping[str, Path]) -> None:
+    """Time each model on disk. What was evaluated before is not lost to one that cannot be timed,
+    nor to Ctrl-C."""
+    try:
+        for name, row in rows.items():
+            try:
+                row.decode_tps = _decode_speed(folders[name])
+            except HuskyError as error:
+                notice(f"{name} was not timed: {error}")
+    except KeyboardInterrupt:
+        notice("interrupted: what is not timed yet has no speed")
 
 
 def _decode_speed(path: Path) -> float:

@@ -67,7 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a Hugging Face repo, a folder, a .gguf file, an alias, or one of "
         f"{', '.join(shapes.SHAPES)}",
     )
-    add_target(parser, "", "default this machine's, or the least that the chip is sold with")
+    add_target(
+        parser,
+        "",
+        "default this machine's, or the least that the chip is sold with",
+        here="this machine's GPU",
+    )
     parser.add_argument(
         "--context",
         type=int,
@@ -122,7 +127,9 @@ def target_machine(name: str | None, memory: str | None) -> Machine:
     if name is not None:
         chip, note = chips.parse(name, size)
     elif device.target() == "cpu":
-        raise HuskyError("MLX runs on the CPU here: say which chip is meant, as in --target m1")
+        raise HuskyError(
+            "MLX runs on the CPU here, and this plans for GPUs: say which, as in --target m1"
+        )
     else:
         chip, note = chips.identify()
         if size is None:

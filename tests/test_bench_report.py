@@ -55,8 +55,8 @@ def test_table_has_every_figure_and_marks_noise(fake_engines, monkeypatch, capsy
     assert lines["generated tokens"].split()[2:] == ["4", "4"]
     assert lines["trials a round"].split()[3:] == ["1", "1"]
     # The fake's first trial takes 1 ms.
-    assert lines["first token, warm-up, ms"].split()[4:] == ["1.0", "1.0"]
-    assert "spread over 10 %: mlx-lm first_token_ms" in table
+    assert lines["first token cold, ms"].split()[4:] == ["1.0", "1.0"]
+    assert "figures spread over 10 %, those with !" in table
     assert "\x1b" not in table
 
 

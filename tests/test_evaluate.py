@@ -162,6 +162,18 @@ def test_a_model_on_disk_is_as_the_recipe_that_made_it(tmp_path, model, text, fa
     assert theirs["bytes"] == sum(value.nbytes for value in packed.values())
 
 
+def test_what_cannot_be_timed_is_evaluated_all_the_same(
+    tmp_path, model, text, fake_engines, capsys
+):
+    weights = quantize_weights(mlx_weights(FIX_B), 4, 32)
+    stored = write_folder(tmp_path / "stored", FIX_B, weights, tokenizer=True)
+    fake_engines(husky="load")
+    rows = evaluated(tmp_path, model, text, "--compare", stored)["rows"]
+    assert rows[f"{stored} stored"]["decode_tps"] is None
+    assert rows[f"{stored} stored"]["all"]["kl"] > 0
+    assert f"{stored} was not timed: engine husky failed" in capsys.readouterr().err
+
+
 def test_bundled_domains(model, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     words = ["eval", "--model", model, "--recipes", "8bit", "--tokens", 40, "--length", 20]

@@ -84,7 +84,7 @@ def test_wrong_words_are_one_line(words, message, capsys):
 def test_without_a_target_it_is_this_machines_gpu(monkeypatch, capsys):
     monkeypatch.setattr(fit.device, "target", lambda: "cpu")
     assert cli.main(["plan", "llama-3.2-1b"]) == 1
-    assert "say which chip is meant" in capsys.readouterr().err
+    assert "say which, as in --target m1" in capsys.readouterr().err
     monkeypatch.setattr(fit.device, "target", lambda: "metal")
     info = {"device_name": "Apple M2 Max", "architecture": "applegpu_g14s", "memory_size": 32 << 30}
     monkeypatch.setattr(fit.chips.mx, "device_info", lambda: info)

@@ -153,7 +153,8 @@ def compare(
                 continue
             engines[name] = running.enter_context(EngineProcess(name, settings))
             loaded[name] = engines[name].reply()
-            notice(f"{name}: loaded in {loaded[name]['load_s']:.1f} s: {loaded[name]['plan']}")
+            plan = loaded[name]["plan"].replace("\n", "; ")
+            notice(f"{name}: loaded in {loaded[name]['load_s']:.1f} s: {plan}")
         names = in_order(engines)
         done, prompts = _prepare(settings, engines, loaded)
         roofs = [roofs_apart()]

@@ -13,6 +13,7 @@ from rich.table import Table
 from husky_mlx.arguments import add_target, listed
 from husky_mlx.chips import parse_memory
 from husky_mlx.compilation import Compiled, compile_model
+from husky_mlx.matrix import KERNEL_BITS, KERNEL_GROUP_SIZES
 from husky_mlx.quantization import Choice
 from husky_mlx.recipe import FLOAT_BITS, RECIPES, fitting
 from husky_mlx.requantize import Change
@@ -120,6 +121,25 @@ def _error(changes: Sequence[Change]) -> str:
     return f"{(squares / total) ** 0.5:.2%}"
 
 
+def _without_kernel(changes: Sequence[Change]) -> list[str]:
+    """A line for formats that neither our kernels nor the CPU's program take."""
+    missing = [
+        f"{spec.bits} bit {spec.mode} in groups of {spec.group_size}"
+        for spec in dict.fromkeys(change.spec for change in changes)
+        if spec is not None
+        and (
+            spec.mode != "affine"
+            or spec.bits not in KERNEL_BITS
+            or spec.group_size not in KERNEL_GROUP_SIZES
+        )
+    ]
+    if not missing:
+        return []
+    return [
+        f"no kernel takes {', '.join(missing)}: this build runs on plain MLX operations, slower"
+    ]
+
+
 def _lines(made: Compiled) -> list[str]:
     """The size, and what the chip's bandwidth allows at most for it and for two others."""
     tied = not any(change.tensor.role == "head" for change in made.changes)
@@ -137,6 +157,7 @@ def _lines(made: Compiled) -> list[str]:
     lines = [f"{made.path}: {made.nbytes / 1e6:,.1f} MB, for {made.chip.name}"]
     sizes = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in read.items())
     lines.append(f"matrices that a token reads: {sizes}")
+    lines += _without_kernel(made.changes)
     if not made.chip.bandwidth:
         return [*lines, "no ceiling of decode is predicted: this chip's bandwidth is not known"]
     ceilings = ", ".join(

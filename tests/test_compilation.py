@@ -460,6 +460,11 @@ class TestWriting:
             f"{speeds[0]}, uniform 4 bit {speeds[1]}, fp16 {speeds[2]}"
         ) in out
 
+    @pytest.mark.parametrize("recipe, slow", [("3bit-uniform", True), ("4bit-uniform", False)])
+    def test_a_format_without_a_kernel_is_said(self, copy, capsys, recipe, slow):
+        assert cli.main(["compile", str(copy), "--target", "cpu", "--quant", recipe]) == 0
+        assert ("runs on plain MLX operations, slower" in capsys.readouterr().out) == slow
+
     def test_targets_list_what_there_is(self, copy, capsys):
         assert cli.main(["compile", str(copy), "--target", "m9"]) == 1
         assert "or auto, cuda, cpu" in capsys.readouterr().err

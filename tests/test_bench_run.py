@@ -144,20 +144,25 @@ def test_a_failing_engine_is_named_and_the_others_ended(
     assert not any(alive(pid) for pid in pids)
 
 
+def interrupt_trial(number, monkeypatch):
+    """Ctrl-C in trial ``number`` of all engines together, counted from 0."""
+    calls, trial = itertools.count(), bench_run.EngineProcess.trial
+
+    def interrupting(self, request):
+        if next(calls) == number:
+            raise KeyboardInterrupt
+        return trial(self, request)
+
+    monkeypatch.setattr(bench_run.EngineProcess, "trial", interrupting)
+
+
 @pytest.mark.parametrize("interrupted_at, rounds", [(4, 1), (5, 1), (8, 3)])
 def test_an_interrupt_keeps_the_rounds_that_are_complete(
     fake_engines, monkeypatch, capsys, interrupted_at, rounds
 ):
     """Of two engines: trials 1 and 2 are cold, then two make a round; a second case follows."""
     fake_engines()
-    calls, trial = itertools.count(), bench_run.EngineProcess.trial
-
-    def interrupting(self, request):
-        if next(calls) == interrupted_at:
-            raise KeyboardInterrupt
-        return trial(self, request)
-
-    monkeypatch.setattr(bench_run.EngineProcess, "trial", interrupting)
+    interrupt_trial(interrupted_at, monkeypatch)
     result = bench_run.compare(["husky", "mlx-lm"], SETTINGS | {"prompt_tokens": [3, 5]})
     assert result["interrupted"]
     (case,) = result["cases"]
@@ -174,14 +179,7 @@ def test_an_interrupt_before_the_first_round_is_complete_ends_the_run(
     fake_engines, monkeypatch, interrupted_at
 ):
     fake_engines()
-    calls, trial = itertools.count(), bench_run.EngineProcess.trial
-
-    def interrupting(self, request):
-        if next(calls) == interrupted_at:
-            raise KeyboardInterrupt
-        return trial(self, request)
-
-    monkeypatch.setattr(bench_run.EngineProcess, "trial", interrupting)
+    interrupt_trial(interrupted_at, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         bench_run.compare(["husky", "mlx-lm"], SETTINGS)
 

@@ -6,7 +6,6 @@ and states, so that saved prompt caches reload in stock mlx-lm and the other way
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,25 +60,15 @@ class KVCache(CacheBuffers, stock.KVCache):
         rows = max(self.offset + tokens, self.expected)
         return self.next_capacity(rows, self.limit)
 
-    def allocate(self, tokens: int, kv_heads: int, head_dim: int, dtype: mx.Dtype) -> None:
-        """First buffers for ``tokens`` tokens of one sequence, or for as many as are expected."""
-        check_limit(tokens, self.limit)
-        shape = (1, kv_heads, self.capacity_for(tokens), head_dim)
-        self._take(_zeros(shape, dtype) for _ in range(2))
-
     def begin_step(self, tokens: int = 1) -> tuple[int, int]:
         """Make room for ``tokens`` more: the slot of the first and the live rows with it."""
         check_limit(self.offset + tokens, self.limit)
         self.grow(self.offset + tokens, self.offset, self.limit)
         return self.offset, self.offset + 1
 
-    def end_step(self, offset: int) -> None:
+    def end_step(self, offset: int, tokens: int = 1) -> None:
         """The step has written its rows: take the new ``offset``."""
         self.offset = offset
-
-    def advance(self, tokens: int) -> None:
-        """``tokens`` more rows are in use."""
-        self.offset += tokens
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -112,20 +101,6 @@ class KVCache(CacheBuffers, stock.KVCache):
     @classmethod
     def merge(cls, caches: list[Any]) -> BatchKVCache:
         return BatchKVCache.merge(caches)
-
-
-def _zeros(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    # A broadcast row is seen from everywhere until something copies it.
-    return mx.contiguous(mx.broadcast_to(_zero_row(shape[-1], dtype), shape))
-
-
-@functools.cache
-def _zero_row(head_dim: int, dtype: mx.Dtype) -> mx.array:
-    """Zeros (head_dim,) on the device. MLX keeps a single number in memory that CUDA shares with
-    the host: filled from that, a buffer of 5 MB takes 28 us on an H200."""
-    row = mx.contiguous(mx.zeros((head_dim,), dtype))
-    mx.eval(row)
-    return row
 
 
 class RotatingKVCache(CacheBuffers, stock.RotatingKVCache):
@@ -174,10 +149,10 @@ class RotatingKVCache(CacheBuffers, stock.RotatingKVCache):
             self._idx = self.keep
         return self._idx, min(self.offset + 1, self.capacity())
 
-    def end_step(self, offset: int) -> None:
+    def end_step(self, offset: int, tokens: int = 1) -> None:
         """The step has written its row: take the new ``offset``."""
         self.offset = offset
-        self._idx += 1
+        self._idx += tokens
 
 
 class BatchKVCache(CacheBuffers, stock.BatchKVCache):
@@ -198,32 +173,23 @@ class BatchKVCache(CacheBuffers, stock.BatchKVCache):
     def rows(self) -> int:
         return self._idx
 
-    def allocate(self, tokens: int, kv_heads: int, head_dim: int, dtype: mx.Dtype) -> None:
-        """First buffers for ``tokens`` tokens of each sequence, its padding included."""
-        check_limit(tokens, self.limit)
-        shape = (self.left_padding.shape[0], kv_heads, self.capacity_for(tokens), head_dim)
-        self._take(_zeros(shape, dtype) for _ in range(2))
+    def sequences(self) -> int:
+        return self.left_padding.shape[0]
 
     def begin_step(self, tokens: int = 1) -> tuple[int, int]:
         """Make room for ``tokens`` more: the slot of the first and the used rows with it."""
-        self._until = self._idx + tokens
-        check_limit(self._until, self.limit)
-        self.grow(self._until, self._idx, self.limit)
+        check_limit(self._idx + tokens, self.limit)
+        self.grow(self._idx + tokens, self._idx, self.limit)
         return self._idx, self._idx + 1
 
-    def end_step(self, offset: mx.array) -> None:
+    def end_step(self, offset: mx.array, tokens: int = 1) -> None:
         """The step has written its rows: take the new ``offset`` (B,)."""
         self.offset = offset
-        self._idx = self._until
-
-    def advance(self, tokens: int) -> None:
-        """``tokens`` more rows of each sequence are in use."""
-        self.offset = self.offset + tokens
         self._idx += tokens
 
     def is_one_sequence(self) -> bool:
         """Whether the rows in use are those of a single sequence, all of them."""
-        return self.left_padding.shape[0] == 1 and self.left_padding.item() == 0
+        return self.sequences() == 1 and self.left_padding.item() == 0
 
     @classmethod
     def merge(cls, caches: list[Any]) -> BatchKVCache:

@@ -106,7 +106,7 @@ class DecodeStep:
         rows = tokens.shape[0]
         offset = start + length if padding is None else following[0][POSITIONS : POSITIONS + rows]
         for cache in caches:
-            cache.end_step(offset)
+            cache.end_step(offset, length)
         for cache, (slot, live), place in zip(leaders, slots.values(), following, strict=True):
             cache.next_place = NextPlace(slot + length, live + length, offset, padding, place)
         self._plan.count("frozen")

@@ -138,7 +138,7 @@ class NativeStep:
                 )
         offset = first.offset + length
         for cache in caches:
-            cache.end_step(offset)
+            cache.end_step(offset, length)
         self._plan.count("native")
         return found[0][None] if rows == 1 else mx.stack(found)
 

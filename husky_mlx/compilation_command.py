@@ -13,7 +13,7 @@ from rich.table import Table
 from husky_mlx.arguments import add_target, listed
 from husky_mlx.chips import parse_memory
 from husky_mlx.compilation import Compiled, compile_model
-from husky_mlx.matrix import KERNEL_BITS, KERNEL_GROUP_SIZES
+from husky_mlx.matrix import kernels_take
 from husky_mlx.quantization import Choice
 from husky_mlx.recipe import FLOAT_BITS, RECIPES, fitting
 from husky_mlx.requantize import Change
@@ -126,12 +126,7 @@ def _without_kernel(changes: Sequence[Change]) -> list[str]:
     missing = [
         f"{spec.bits} bit {spec.mode} in groups of {spec.group_size}"
         for spec in dict.fromkeys(change.spec for change in changes)
-        if spec is not None
-        and (
-            spec.mode != "affine"
-            or spec.bits not in KERNEL_BITS
-            or spec.group_size not in KERNEL_GROUP_SIZES
-        )
+        if spec is not None and not kernels_take(spec.bits, spec.group_size, spec.mode)
     ]
     if not missing:
         return []

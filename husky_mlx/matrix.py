@@ -14,6 +14,11 @@ KERNEL_GROUP_SIZES = (32, 64, 128)
 KERNEL_DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 
 
+def kernels_take(bits: int, group_size: int, mode: str = "affine") -> bool:
+    """Whether there are kernels for weights of a format; 16 bits are plain floats."""
+    return mode == "affine" and bits in KERNEL_BITS and group_size in KERNEL_GROUP_SIZES
+
+
 @dataclass(frozen=True)
 class Matrix:
     """(rows, columns) of 4 or 8 ``bits`` in MLX's affine layout, or 16 for plain ``dtype``.
@@ -47,7 +52,7 @@ def matrix_of(source: Projections) -> Matrix | str:
     bits, group_size = source.bits or 16, source.group_size or 32
     if source.mode != "affine":
         return f"{source.mode} weights"
-    if bits not in KERNEL_BITS or group_size not in KERNEL_GROUP_SIZES:
+    if not kernels_take(bits, group_size):
         return f"{bits} bit weights in groups of {group_size}"
     if source.bias is not None and source.bias.dtype != dtype:
         return f"a bias of {source.bias.dtype} beside {dtype}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from husky_mlx.chips import Chip
 from husky_mlx.launches import GROUP_OF_OP, NORMED
-from husky_mlx.matrix import KERNEL_BITS, KERNEL_GROUP_SIZES
+from husky_mlx.matrix import kernels_take
 from husky_mlx.ops.gemv import TileKey
 from husky_mlx.pack import Layout
 from husky_mlx.places import MAX_ROWS
@@ -27,9 +27,7 @@ def products(layouts: Mapping[str, Layout], tied: bool) -> list[TileKey]:
         op = HEAD if head else ops.get(group.rpartition(".")[2])
         dtype, shape = layout.parts.get("scales", layout.parts["weight"])
         bits = layout.bits or 16
-        if op is None or bits not in KERNEL_BITS or layout.mode != "affine":
-            continue
-        if (layout.group_size or 32) not in KERNEL_GROUP_SIZES:
+        if op is None or not kernels_take(bits, layout.group_size or 32, layout.mode):
             continue
         columns = shape[1] * (layout.group_size or 1)
         norm = op == HEAD or op in NORMED

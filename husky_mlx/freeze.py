@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from husky_mlx.cache import BatchKVCache, KVCache, check_layout
+from husky_mlx.compiled import Compiled
 from husky_mlx.config import LlamaConfig
 from husky_mlx.fused import FusedGraph
 from husky_mlx.ops.attention_decode import attention_decode
@@ -51,8 +52,8 @@ class DecodeStep:
         self._kv_heads = graph.config.num_key_value_heads, graph.config.head_dim
         self._nothing = graph.nothing_before
         self._plan = plan
-        self._logits = mx.compile(graph.logits) if graph.compiled else graph.logits
-        self._greedy = mx.compile(graph.greedy) if graph.compiled else graph.greedy
+        self._logits = Compiled(graph.logits) if graph.compiled else graph.logits
+        self._greedy = Compiled(graph.greedy) if graph.compiled else graph.greedy
 
     def proven(self, rows: int, batched: bool) -> DecodeStep:
         """This step if its kernels are right for ``rows`` rows, else one that has none."""

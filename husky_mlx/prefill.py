@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from husky_mlx.buffers import CacheBuffers, check_layout
+from husky_mlx.compiled import Compiled
 from husky_mlx.config import LlamaConfig
 from husky_mlx.fused import ORDER_SIZE
 from husky_mlx.ops.embed import embed
@@ -48,7 +49,7 @@ class Prefill:
         self._frozen_rows = sorted(frozen_rows)
         stages = [functools.partial(products.between, i) for i in range(len(self._layers) - 1)]
         compiled = products.platform.backend != "emulator"  # which cannot be traced
-        self._frozen = [mx.compile(stage) if compiled else stage for stage in stages]
+        self._frozen = [Compiled(stage) if compiled else stage for stage in stages]
 
     def logits(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """(1, L) token ids -> logits (1, L, vocabulary); each cache gains L rows."""

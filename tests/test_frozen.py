@@ -255,6 +255,10 @@ def test_fused_projections_are_held_once_and_freed_with_their_model(no_buffer_ca
     total = sum(value.nbytes for value in mlx_weights(FIX_A).values())
     model = fresh_model()
     decode(model, PROMPT, 3)
+    thread = threading.Thread(target=decode, args=(model, PROMPT, 3))
+    thread.start()
+    thread.join()
+    del thread
     loaded = active()
     assert loaded - empty < total + 4096, "the modules keep views of the fused buffers"
     for _ in range(3):

@@ -9,7 +9,7 @@ from husky_mlx.fused import FusedWeights
 from husky_mlx.matrix import Matrix
 from husky_mlx.ops.gemv import Platform, gemv_tile
 from husky_mlx.policy import policy
-from husky_mlx.tiles import AttentionShape, AttentionTile
+from husky_mlx.tiles import AttentionShape, AttentionTile, GemvTile
 
 NORMED = frozenset({"rms_qkv_rope_append", "rms_gate_up_swiglu"})
 # The kernels with a matrix of a layer, and the matrix's name in ``FusedLayer``.
@@ -35,13 +35,19 @@ def launch_lines(weights: FusedWeights, platform: Platform) -> list[str]:
             norm = "" if op not in NORMED or tile.norm else ", norm before it by itself"
             lines.append(
                 f"{op}: {count} of {layers} layers, {_format(matrix)}, {tile.outputs} rows a "
-                f"threadgroup of {tile.simdgroups} simdgroups{norm}"
+                f"threadgroup of {tile.simdgroups} simdgroups{_numbers(tile)}{norm}"
             )
         if op == "rms_qkv_rope_append":
             lines.append(f"attention_decode: {_splits(weights, platform)}")
     tile = gemv_tile("rms_lm_head", 1, weights.head, platform, norm=True)
-    lines.append(f"rms_lm_head: {_format(weights.head)}, {tile.outputs} rows a threadgroup")
+    lines.append(
+        f"rms_lm_head: {_format(weights.head)}, {tile.outputs} rows a threadgroup{_numbers(tile)}"
+    )
     return lines
+
+
+def _numbers(tile: GemvTile) -> str:
+    return ", in whole numbers" if tile.integer else ""
 
 
 def _shape(matrix: Matrix) -> tuple[object, ...]:

@@ -68,7 +68,8 @@ class GemvTile:
     """metal_kernels/gemv.h: ROWS a simdgroup, KSPLIT simdgroups that share them and split K.
 
     ``norm``: x's RMS norm happens inside (else before, by itself). ``stages_x``: the threadgroup
-    keeps x after its norm, in 16 bit, which only the CUDA kernel does.
+    keeps x after its norm, in 16 bit, which only the CUDA kernel does. ``integer``: it multiplies
+    packed weights in whole numbers, CUDA's only too, and keeps x as such.
     """
 
     rows: int
@@ -77,6 +78,7 @@ class GemvTile:
     unroll: int
     norm: bool = False
     stages_x: bool = False
+    integer: bool = False
 
     @property
     def outputs(self) -> int:
@@ -94,6 +96,7 @@ class GemvTile:
             "KSPLIT": self.k_split,
             "UNROLL": self.unroll,
             "NORM": self.norm,
+            "INTEGER": self.integer,
         }
 
     def threadgroups(self, shape: GemvShape) -> int:
@@ -105,7 +108,10 @@ class GemvTile:
 
     def threadgroup_bytes(self, shape: GemvShape) -> int:
         partial_sums = 4 * shape.m * (self.rows * self.simdgroups + self.k_split)
-        return partial_sums + (2 * shape.m * shape.k if self.stages_x else 16)
+        staged = 2 * shape.m * shape.k if self.stages_x or self.integer else 16
+        if self.integer:  # and two floats for each group, of 32 at the least, and a simdgroup's one
+            staged += shape.m * (shape.k // 4 + 4 * self.simdgroups)
+        return partial_sums + staged
 
 
 @dataclass(frozen=True)

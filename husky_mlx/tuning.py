@@ -29,8 +29,8 @@ OPS = (*GROUP_OF_OP, HEAD)
 ROUNDS = 5
 # A candidate has to win by this much: less is noise.
 MARGIN = 0.97
-# Rows of a simdgroup; a tile of CUDA's matrix units has others, which stay.
-_ROWS = (2, 4, 8)
+# Rows of a simdgroup, and of one on CUDA's matrix units.
+_ROWS, _MATRIX_ROWS = (2, 4, 8), (16, 32, 64)
 _SIMDGROUPS = (2, 4, 8, 16)
 _UNROLLS = (1, 2, 4, 8)
 
@@ -73,7 +73,7 @@ def tune(
                 continue  # the self-test of the model says what is wrong with the kernel
             tile = start = policy(*key, chip)
             assert isinstance(tile, GemvTile)
-            for candidates in _figures(tile, key, chip):
+            for candidates in _figures(key, chip):
                 for candidate in candidates(tile):
                     chosen.candidate = candidate
                     took = _microseconds(case, measure)
@@ -105,11 +105,11 @@ def _timer(backend: str) -> Measure:
     return measure
 
 
-def _figures(
-    tile: GemvTile, key: TileKey, chip: Chip
-) -> list[Callable[[GemvTile], Iterator[GemvTile]]]:
-    """One after the other: how K is split among how many simdgroups, the unrolling, the rows."""
-    shape = key[1]
+def _figures(key: TileKey, chip: Chip) -> list[Callable[[GemvTile], Iterator[GemvTile]]]:
+    """One after the other: whole numbers, how K is split among how many simdgroups, the unrolling,
+    the rows."""
+    _, shape, bits = key
+    matrix = chip.target == "cuda" and shape.itemsize == 2
 
     def fits(candidate: GemvTile) -> bool:
         return (
@@ -117,6 +117,10 @@ def _figures(
             and candidate.threadgroup_bytes(shape) <= THREADGROUP_BYTES[chip.target]
             and shape.k % candidate.k_split == 0
         )
+
+    def integers(now: GemvTile) -> Iterator[GemvTile]:
+        if matrix and bits < 16:
+            yield replace(now, integer=True)
 
     def splits(now: GemvTile) -> Iterator[GemvTile]:
         for simdgroups in _SIMDGROUPS:
@@ -129,10 +133,10 @@ def _figures(
             yield replace(now, unroll=unroll)
 
     def rows(now: GemvTile) -> Iterator[GemvTile]:
-        for count in _ROWS if tile.rows in _ROWS else ():
+        for count in _MATRIX_ROWS if matrix else _ROWS:
             yield replace(now, rows=count)
 
     def fitting(figure: Callable[[GemvTile], Iterator[GemvTile]]) -> Any:
         return lambda now: (each for each in figure(now) if each != now and fits(each))
 
-    return [fitting(figure) for figure in (splits, unrolls, rows)]
+    return [fitting(figure) for figure in (integers, splits, unrolls, rows)]

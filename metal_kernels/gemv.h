@@ -8,9 +8,10 @@
 //
 // x (M, K) and norm (K,) are T; the matrix has N rows in the format of dequantize.h (GROUP values
 // share an entry of scales and biases (N, K / GROUP), in T). K is a multiple of 32.
-// NORM: the product is of x after RMS norm. A product is read with `gemv_value`.
+// INTEGER: in whole numbers, on CUDA's matrix units. NORM: the product is of x after RMS norm. A product is read with `gemv_value`.
 #include "gemv_lanes.h"
 #ifdef MSL_CUDA
+#include "gemv_integer.h"
 #include "gemv_mma.h"
 #endif
 
@@ -25,8 +26,14 @@ inline constexpr bool has_mma() {
 }
 
 // Threadgroup memory that a tile needs: float4 elements for the staged x, floats for the sums.
-template <typename T, int K, int M, bool NORM>
+template <
+    typename T, int BITS, int GROUP, int K, int M, int SIMDGROUPS, bool NORM, bool INTEGER>
 inline constexpr int gemv_staged() {
+#ifdef MSL_CUDA
+  if (has_mma<T>() && INTEGER) {
+    return integer_staged<K, M, integer_group<BITS, GROUP>(), SIMDGROUPS>();
+  }
+#endif
   return has_mma<T>() && NORM ? M * K / 8 : 1;
 }
 template <int M, int ROWS, int SIMDGROUPS, int KSPLIT>
@@ -36,7 +43,7 @@ inline constexpr int gemv_partial() {
 
 template <
     typename T, int BITS, int GROUP, int K, int N, int M, int ROWS, int SIMDGROUPS, int KSPLIT,
-    int UNROLL, bool NORM, typename Weight>
+    int UNROLL, bool NORM, bool INTEGER, typename Weight>
 inline void gemv(
     const device T* x,
     const device T* norm,
@@ -55,7 +62,11 @@ inline void gemv(
   const uint offset = simdgroup / KSPLIT * (ROWS / 2);
   threadgroup float* sums_out = partial + part * M * TILE + offset;
 #ifdef MSL_CUDA
-  if constexpr (has_mma<T>()) {
+  if constexpr (has_mma<T>() && INTEGER) {
+    gemv_integer<T, BITS, GROUP, K, N, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, NORM>(
+        x, norm, eps, reinterpret_cast<const device uint*>(weight), scales, biases, first + offset,
+        second + offset, reinterpret_cast<threadgroup uint*>(staged), sums_out, simdgroup, lane);
+  } else if constexpr (has_mma<T>()) {
     gemv_mma<T, BITS, GROUP, K, N, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, NORM>(
         x, norm, eps, reinterpret_cast<const device uint*>(weight), scales, biases, first + offset,
         second + offset, reinterpret_cast<threadgroup uint*>(staged), partial, sums_out, simdgroup,

@@ -64,7 +64,7 @@ inline void gemv_mma(
   // Asked for before the norm, which takes as long as the trip to memory.
   MmaBatch<Shape, UNROLL, TILES> current;
   if (BATCHES >= KSPLIT || part < BATCHES) {
-    load_batch<T, BITS, GROUP, K, M, UNROLL, TILES>(rows, part, team, current);
+    load_batch<T, BITS, GROUP, K, M, UNROLL, TILES>(rows, part, team, team % 2, current);
   }
   if constexpr (NORM) {
     stage_normed<T, K, M, SIMDGROUPS>(x, norm, eps, staged, partial, simdgroup, lane);
@@ -122,7 +122,8 @@ inline void gemv_mma(
       }
     }
     if (step + 1 < STEPS && (BATCHES % KSPLIT == 0 || batch + KSPLIT < BATCHES)) {
-      load_batch<T, BITS, GROUP, K, M, UNROLL, TILES>(rows, batch + KSPLIT, team, current);
+      load_batch<T, BITS, GROUP, K, M, UNROLL, TILES>(
+          rows, batch + KSPLIT, team, team % 2, current);
     }
   }
 

@@ -21,23 +21,24 @@ struct MmaShape {
   static constant constexpr float OFFSET = BITS == 4 ? 16.0f : 272.0f;
 };
 
-// COUNT entries of a row of `groups` scales, two in a word; past the row its last one again.
-template <typename T, int COUNT, bool ALIGNED>
-inline void load_entries(const device T* row, int first, int groups, thread uint* words) {
+// COUNT entries from `first` on of the row of ENTRIES scales that begins at `row`, two in a word; past
+// the row its last one again.
+template <typename T, int COUNT, bool ALIGNED, int ENTRIES>
+inline void load_entries(const device T* scales, uint row, uint first, thread uint* words) {
   if constexpr (ALIGNED && COUNT == 2) {
-    words[0] = *reinterpret_cast<const device uint*>(row + first);
+    words[0] = *reinterpret_cast<const device uint*>(scales + (row + first));
   } else if constexpr (ALIGNED && COUNT > 2) {
     const vec<uint, COUNT / 2> loaded =
-        *reinterpret_cast<const device vec<uint, COUNT / 2>*>(row + first);
+        *reinterpret_cast<const device vec<uint, COUNT / 2>*>(scales + (row + first));
 #pragma unroll
     for (int i = 0; i < COUNT / 2; i++) {
       words[i] = loaded[i];
     }
   } else {
-    const device ushort* entries = reinterpret_cast<const device ushort*>(row);
+    const device ushort* entries = reinterpret_cast<const device ushort*>(scales);
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
-      const uint entry = entries[min(first + i, groups - 1)];
+      const uint entry = entries[row + min(first + i, uint(ENTRIES - 1))];
       words[i / 2] = i % 2 == 0 ? entry : words[i / 2] | (entry << 16);
     }
   }
@@ -58,12 +59,15 @@ struct MmaBatch {
   uint biases[TILES][2][Shape::RUNS][Shape::RUN_WORDS];
 };
 
-// Where a lane reads its part of each of its rows.
+// Where a lane reads its part of each of its rows: 16 bytes of weights, and entries of scales, counted
+// from the matrix's first. An address is then one multiplication.
 template <typename T, int TILES>
 struct MmaRows {
-  const device uint* weights[TILES][2];
-  const device T* scales[TILES][2];
-  const device T* biases[TILES][2];
+  const device vec<uint, 4>* weight;
+  const device T* scales;
+  const device T* biases;
+  uint words[TILES][2];
+  uint entries[TILES][2];
 };
 
 // Row g of a multiply is of the tile's first run, row g + 8 of its second. Rows past the matrix
@@ -77,33 +81,36 @@ inline void find_rows(
     uint second,
     uint lane,
     thread MmaRows<T, TILES>& rows) {
+  rows.weight = reinterpret_cast<const device vec<uint, 4>*>(weight);
+  rows.scales = scales;
+  rows.biases = biases;
 #pragma unroll
   for (int i = 0; i < TILES * 2; i++) {
     const uint start = i % 2 == 0 ? first : second;
-    const size_t row = min(start + i / 2 * 8 + lane / 4, uint(N - 1));
-    rows.weights[i / 2][i % 2] = weight + row * (K * BITS / 32) + lane % 4 * 4;
-    if (BITS < 16) {
-      rows.scales[i / 2][i % 2] = scales + row * (K / GROUP);
-      rows.biases[i / 2][i % 2] = biases + row * (K / GROUP);
-    }
+    const uint row = min(start + i / 2 * 8 + lane / 4, uint(N - 1));
+    rows.words[i / 2][i % 2] = row * (K * BITS / 128) + lane % 4;
+    rows.entries[i / 2][i % 2] = row * (K / GROUP);
   }
 }
 
+// `entry_word`: which two of a chunk's four entries of scales a lane takes, where there are four.
 template <typename T, int BITS, int GROUP, int K, int M, int UNROLL, int TILES>
 inline void load_batch(
     const thread MmaRows<T, TILES>& rows,
     int batch,
     int team,
+    int entry_word,
     thread MmaBatch<MmaShape<T, BITS, GROUP, K, M, UNROLL>, UNROLL, TILES>& out) {
   typedef MmaShape<T, BITS, GROUP, K, M, UNROLL> Shape;
 #pragma unroll
   for (int i = 0; i < TILES * 2; i++) {
-    const device uint* words = rows.weights[i / 2][i % 2] + batch * (UNROLL * 16);
+    const device vec<uint, 4>* words =
+        rows.weight + (rows.words[i / 2][i % 2] + uint(batch) * (UNROLL * 4));
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
       const int k = batch * Shape::BATCH + u * Shape::CHUNK + team * Shape::VALUES;
       if (Shape::WHOLE || k < K) {
-        out.weights[u][i / 2][i % 2] = load_once(words + u * 16);
+        out.weights[u][i / 2][i % 2] = load_once(words + u * 4);
       } else {
         out.weights[u][i / 2][i % 2] = vec<uint, 4>(0u);
       }
@@ -116,12 +123,13 @@ inline void load_batch(
     for (int i = 0; i < TILES * 2; i++) {
 #pragma unroll
       for (int r = 0; r < Shape::RUNS; r++) {
-        const int first = (batch * Shape::BATCH + r * Shape::CHUNK) / GROUP +
-                          (Shape::GROUPS == 4 ? team % 2 * 2 : 0);
-        load_entries<T, Shape::RUN, ALIGNED>(
-            rows.scales[i / 2][i % 2], first, ENTRIES, out.scales[i / 2][i % 2][r]);
-        load_entries<T, Shape::RUN, ALIGNED>(
-            rows.biases[i / 2][i % 2], first, ENTRIES, out.biases[i / 2][i % 2][r]);
+        const uint first = uint(batch * Shape::BATCH + r * Shape::CHUNK) / GROUP +
+                           (Shape::GROUPS == 4 ? entry_word * 2 : 0);
+        const uint row = rows.entries[i / 2][i % 2];
+        load_entries<T, Shape::RUN, ALIGNED, ENTRIES>(
+            rows.scales, row, first, out.scales[i / 2][i % 2][r]);
+        load_entries<T, Shape::RUN, ALIGNED, ENTRIES>(
+            rows.biases, row, first, out.biases[i / 2][i % 2][r]);
       }
     }
   }

@@ -1,17 +1,18 @@
 // inputs: attended residual constants
 // outputs: y
-// template: T BITS GROUP K N M ROWS SIMDGROUPS KSPLIT UNROLL HAS_BIAS
+// template: T BITS GROUP K N M ROWS SIMDGROUPS KSPLIT UNROLL INTEGER HAS_BIAS
 #include "constants.h"
 #include "gemv.h"
 // y (M, N) = residual (M, N) + attended (M, K) times the output projection (N, K), bias (N,) if
 // HAS_BIAS; constants.h has the matrix's parts. Grid: a threadgroup a tile of rows.
 constexpr Parts AT = parts<T, BITS, GROUP, N, K, HAS_BIAS>();
 constexpr int TILE = ROWS * SIMDGROUPS / KSPLIT;
+constexpr int STAGED = gemv_staged<T, BITS, GROUP, K, M, SIMDGROUPS, false, INTEGER>();
 constexpr int SUMS = gemv_partial<M, ROWS, SIMDGROUPS, KSPLIT>();
-threadgroup float4 staged[1];
+threadgroup float4 staged[STAGED];
 threadgroup float partial[SUMS];
 const uint first = threadgroup_position_in_grid.x * TILE;
-gemv<T, BITS, GROUP, K, N, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, false>(
+gemv<T, BITS, GROUP, K, N, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, false, INTEGER>(
     attended, attended, 0.0f, constants, part<T>(constants, AT.scales), part<T>(constants, AT.biases), first,
     first + TILE / 2, staged, partial, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 for (uint i = thread_index_in_threadgroup; i < M * TILE; i += 32 * SIMDGROUPS) {

@@ -1,6 +1,6 @@
 // inputs: x constants
 // outputs: logits
-// template: T OUT BITS GROUP K N M ROWS SIMDGROUPS KSPLIT UNROLL NORM EPS_BITS
+// template: T OUT BITS GROUP K N M ROWS SIMDGROUPS KSPLIT UNROLL NORM INTEGER EPS_BITS
 #include "constants.h"
 #include "gemv.h"
 // logits (M, N), of type OUT, of x (M, K) after RMS norm by norm (K,); NORM false: x is normed
@@ -8,13 +8,13 @@
 // Grid: a threadgroup a tile of rows.
 constexpr Parts AT = parts<T, BITS, GROUP, N, K, false>();
 constexpr int TILE = ROWS * SIMDGROUPS / KSPLIT;
-constexpr int STAGED = gemv_staged<T, K, M, NORM>();
+constexpr int STAGED = gemv_staged<T, BITS, GROUP, K, M, SIMDGROUPS, NORM, INTEGER>();
 constexpr int SUMS = gemv_partial<M, ROWS, SIMDGROUPS, KSPLIT>();
 threadgroup float4 staged[STAGED];
 threadgroup float partial[SUMS];
 const float eps = as_type<float>(EPS_BITS);
 const uint first = threadgroup_position_in_grid.x * TILE;
-gemv<T, BITS, GROUP, K, N, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, NORM>(
+gemv<T, BITS, GROUP, K, N, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, NORM, INTEGER>(
     x, part<T>(constants, AT.rest), eps, constants, part<T>(constants, AT.scales),
     part<T>(constants, AT.biases), first, first + TILE / 2, staged, partial,
     simdgroup_index_in_threadgroup, thread_index_in_simdgroup);

@@ -1,6 +1,6 @@
 // inputs: x constants place keys values
 // outputs: queries
-// template: T BITS GROUP K M HEADS KV_HEADS D ROWS SIMDGROUPS KSPLIT UNROLL NORM EPS_BITS HAS_BIAS TRADITIONAL BATCHED
+// template: T BITS GROUP K M HEADS KV_HEADS D ROWS SIMDGROUPS KSPLIT UNROLL NORM INTEGER EPS_BITS HAS_BIAS TRADITIONAL BATCHED
 #include "constants.h"
 #include "gemv.h"
 // queries (M, HEADS, D) rotated, and one more row in keys and values (BATCHED ? M : 1, KV_HEADS,
@@ -12,7 +12,7 @@
 // NORM false: x is normed already. EPS_BITS: the norm's float32 epsilon as an integer.
 // Grid: for each head of q, k and v, one after the other, ceil(D / TILE) threadgroups.
 constexpr int TILE = ROWS * SIMDGROUPS / KSPLIT;
-constexpr int STAGED = gemv_staged<T, K, M, NORM>();
+constexpr int STAGED = gemv_staged<T, BITS, GROUP, K, M, SIMDGROUPS, NORM, INTEGER>();
 constexpr int SUMS = gemv_partial<M, ROWS, SIMDGROUPS, KSPLIT>();
 constexpr int ALL_ROWS = (HEADS + 2 * KV_HEADS) * D;
 constexpr int HEAD_TILES = (D + TILE - 1) / TILE;
@@ -24,7 +24,7 @@ const uint head = threadgroup_position_in_grid.x / HEAD_TILES;
 // The first pair of this tile: rows i and i + D / 2 of a head, or neighbours.
 const uint first_pair = threadgroup_position_in_grid.x % HEAD_TILES * (TILE / 2);
 const uint first = head * D + (TRADITIONAL ? 2 * first_pair : first_pair);
-gemv<T, BITS, GROUP, K, ALL_ROWS, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, NORM>(
+gemv<T, BITS, GROUP, K, ALL_ROWS, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, NORM, INTEGER>(
     x, part<T>(constants, AT.rest), eps, constants, part<T>(constants, AT.scales),
     part<T>(constants, AT.biases), first, first + (TRADITIONAL ? TILE / 2 : D / 2), staged, partial,
     simdgroup_index_in_threadgroup, thread_index_in_simdgroup);

@@ -1,11 +1,11 @@
 """Random projections in every storage format with what they are worth in float64, and launches of
-the GEMV kernels on both of their schemes: lanes (any platform) and mma (CUDA's, its instructions
-emulated)."""
+the GEMV kernels on all of their schemes: lanes (any platform), mma and integer (CUDA's, their
+instructions emulated)."""
 
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -40,6 +40,7 @@ TILES = {
         GemvTile(16, 8, 8, 2),
     ],
 }
+TILES["integer"] = [replace(tile, integer=True) for tile in TILES["mma"]]
 # Widths with and without a tail, for every group size; SmolLM2's are 576 and 1536.
 WIDTHS = {32: (96, 160, 576, 1536), 64: (192, 320, 576, 1536), 128: (128, 384, 640, 1536)}
 DTYPES = (mx.float16, mx.bfloat16, mx.float32)
@@ -124,7 +125,8 @@ def check(found: mx.array, wanted: np.ndarray, case: str = "", tolerance: float 
 
 def cases(scheme: str, shift: int):
     """Every format, with rows of x, widths, dtypes and tiles that go round as the formats do."""
-    for i, (bits, group) in enumerate(FORMATS):
+    packed = [(bits, group) for bits, group in FORMATS if bits < 16]
+    for i, (bits, group) in enumerate(packed if scheme == "integer" else FORMATS):
         turn = i + shift
         dtype = DTYPES[turn % (3 if scheme == "lanes" else 2)]
         columns = WIDTHS[group][turn % 4]
@@ -137,7 +139,7 @@ def cases(scheme: str, shift: int):
 def all_cases(shift: int):
     return pytest.mark.parametrize(
         ("scheme", "bits", "group", "dtype", "m", "columns", "tile"),
-        [*cases("lanes", shift), *cases("mma", shift + 1)],
+        [*cases("lanes", shift), *cases("mma", shift + 1), *cases("integer", shift + 2)],
     )
 
 

@@ -54,7 +54,15 @@ def signature_of(op: str) -> tuple[cuda_source.CudaSource, kernel_signature.Sign
     element |= {"partials": "float", "best_values": "float", "best_indices": "uint32_t"}
     values = {"T": mx.float16, "OUT": mx.float16, "BITS": 4, "GROUP": 32, "K": 64, "N": 64, "D": 64}
     values |= {"ROWS": 16, "SIMDGROUPS": 2, "KSPLIT": 1, "UNROLL": 1, "HEADS": 2, "KV_HEADS": 1}
-    values |= {"NORM": True, "QUERIES": 2, "LANES": 8, "VECTORS": 2, "PARTS": 2, "SPLITS": 2}
+    values |= {
+        "NORM": True,
+        "INTEGER": True,
+        "QUERIES": 2,
+        "LANES": 8,
+        "VECTORS": 2,
+        "PARTS": 2,
+        "SPLITS": 2,
+    }
     signature = kernel_signature.build(
         op,
         source.inputs,

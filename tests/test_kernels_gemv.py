@@ -172,7 +172,7 @@ def test_qkv_rope_and_append(scheme, bits, group, dtype, m, columns, tile):
     run_qkv(scheme, bits, group, dtype, m, columns, tile, batched=bits == 8)
 
 
-@pytest.mark.parametrize("scheme", ["lanes", "mma"])
+@pytest.mark.parametrize("scheme", list(TILES))
 @pytest.mark.parametrize(
     ("head_dim", "traditional", "batched", "has_bias", "norm", "tile"),
     # Head sizes of which a tile has all, a part or, at 80, a part that does not divide it.

@@ -1,0 +1,70 @@
+"""``--tune`` on CUDA: which figures of a tile are tried. The kernels run in the emulator."""
+
+from __future__ import annotations
+
+import sys
+
+import mlx.core as mx
+import pytest
+from emulated_kernels import fast_emulator
+from fixtures import FIX_B, mlx_weights, quantize_weights
+
+from husky_mlx import chips, device, loading, tuning
+from husky_mlx.loading import build_model
+from husky_mlx.ops import embed, gemv
+
+H100 = chips.parse("sm_90")[0]
+CONFIG = {**FIX_B, "head_dim": 16, "num_hidden_layers": 1}
+
+fast_emulator = pytest.fixture(fast_emulator)
+
+
+@pytest.fixture
+def tiles_tried(fast_emulator, monkeypatch):
+    """The tiles of all launches, the last at the end; as on a GPU 16-bit weights stay so."""
+    for module in (device, embed, loading):
+        monkeypatch.setattr(module, "activation_dtype", lambda stored: stored)
+    used: list = []
+    launched = gemv.launch_gemv
+
+    def launch(op, matrix, tile, *rest, **options):
+        used.append(tile)
+        return launched(op, matrix, tile, *rest, **options)
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "launch_gemv", None) is launched:
+            monkeypatch.setattr(module, "launch_gemv", launch)
+    monkeypatch.setattr(tuning, "OPS", ("o_proj_add",))
+    # Each tile is a kernel to compile.
+    monkeypatch.setattr(tuning, "_SIMDGROUPS", (2, 4))
+    monkeypatch.setattr(tuning, "_UNROLLS", (1, 2))
+    return used
+
+
+def model_in_16_bit(bits: int | None):
+    weights = mlx_weights(CONFIG)
+    if bits:
+        weights = quantize_weights(weights, bits, 32)
+    halves = {
+        name: value if value.dtype == mx.uint32 else value.astype(mx.bfloat16)
+        for name, value in weights.items()
+    }
+    return build_model(CONFIG, halves)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_whole_numbers_are_taken_where_they_are_faster(bits, tiles_tried):
+    def measure(case):
+        case.ours.step(0, *case.ours.state)
+        return 1.0 if tiles_tried[-1].integer else 2.0
+
+    ((key, tile),) = tuning.tune(model_in_16_bit(bits), H100, "emulator", measure).items()
+    assert key[2] == bits and tile.integer
+    assert {16, 32, 64} <= {tried.rows for tried in tiles_tried}
+    measured_alike = tuning.tune(model_in_16_bit(bits), H100, "emulator", lambda case: 1.0)
+    assert measured_alike == {}
+
+
+def test_plain_weights_have_no_whole_numbers(tiles_tried):
+    tuning.tune(model_in_16_bit(None), H100, "emulator", lambda case: 1.0)
+    assert tiles_tried and not any(tile.integer for tile in tiles_tried)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from husky_mlx import switches
 from husky_mlx.bandwidth import roofs_apart
 from husky_mlx.bench_machine import Bystanders
 from husky_mlx.bench_report import (
@@ -144,6 +145,7 @@ def compare(
     ``optional`` engines those are left out, with a notice, that would show nothing or not fit.
     KeyboardInterrupt ends it with the rounds that are complete, if there are any.
     """
+    switches.check()
     with contextlib.ExitStack() as running:
         engines: dict[str, EngineProcess] = {}
         loaded: dict[str, dict[str, Any]] = {}

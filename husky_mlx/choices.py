@@ -1,21 +1,20 @@
 """Which of three ways a kind of model runs fastest on this machine, as ``husky doctor`` timed them.
 
 ``load`` takes the choice where its caller leaves it open: no ``backend``, no HUSKY_BACKEND, and
-HUSKY_CHOICE is not 0. Variables that change what runs are no part of a choice: while one is set,
-none is kept and none is followed.
+HUSKY_CHOICE is not 0. Switches that change what runs are no part of a choice: while one does, none
+is kept and none is followed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from husky_mlx import __version__, device, records
+from husky_mlx import __version__, device, records, switches
 from husky_mlx.paths import cache_dir
 
 # Ours as it runs by default, whichever path that is here: the plan says.
@@ -26,7 +25,6 @@ _FIELDS = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "dtype", "torch_dtype"),
     *("quantization", "quantization_config"),
 )
-_VARIABLES = ("HUSKY_EAGER", "HUSKY_KERNELS", "HUSKY_NATIVE")
 
 
 class Choice(NamedTuple):
@@ -44,15 +42,10 @@ def path() -> Path:
     return cache_dir() / "choices.json"
 
 
-def variables() -> list[str]:
-    """The variables, as in ``HUSKY_KERNELS=0``, that make ours run another way than by default."""
-    return [f"{name}={value}" for name in _VARIABLES if (value := os.environ.get(name))]
-
-
 def remembered(config: Mapping[str, Any]) -> Choice | None:
     """The choice for models of this config (a config.json); None where none was made, or where the
     environment says what runs."""
-    if os.environ.get("HUSKY_CHOICE") == "0" or variables():
+    if not switches.CHOICE.read() or switches.changed():
         return None
     kept: Any = records.read(path()).get(_key(config))
     try:

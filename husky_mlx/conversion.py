@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import save_config
 
-from husky_mlx import checkpoint, gguf_tokenizer, recipe, sources
+from husky_mlx import checkpoint, gguf_tokenizer, recipe, sources, switches
 from husky_mlx.artifact import MODEL, write_manifest
 from husky_mlx.errors import UnsupportedModel
 from husky_mlx.notices import notice
@@ -26,6 +25,7 @@ from husky_mlx.safetensors_writer import write_shards
 from husky_mlx.staging import check_output, require_disk, whole_folder
 from husky_mlx.stream import Stream, open_stream
 from husky_mlx.structure import AFFINE_BITS, AFFINE_GROUP_SIZES, MX_FORMATS
+from husky_mlx.switches import BACKENDS
 
 DTYPES = ("float16", "bfloat16", "float32")
 MODES = ("affine", *dict.fromkeys(MX_FORMATS.values()))
@@ -261,9 +261,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--backend",
-        choices=("husky", "mlx"),
-        default=os.environ.get("HUSKY_BACKEND") or "husky",
-        help="mlx: mlx-lm's own converter",
+        choices=BACKENDS,
+        help="mlx: mlx-lm's own converter (default: $HUSKY_BACKEND, else husky)",
     )
 
 
@@ -271,8 +270,9 @@ def run(args: argparse.Namespace) -> int:
     """Convert; what husky does not support goes to mlx-lm's own converter, with one notice."""
     if args.model is None:
         raise ValueError("no --model given, and this command has no default")
-    if args.upload_repo is not None or args.backend == "mlx":
-        return _by_mlx_lm(args)
+    backend = args.backend or switches.BACKEND.read() or "husky"
+    if args.upload_repo is not None or backend == "mlx":
+        return _by_mlx_lm(args, backend)
     quantization = None
     if args.quantize:
         quantization = Quantization.of(
@@ -292,18 +292,18 @@ def run(args: argparse.Namespace) -> int:
         if not error.may_run_elsewhere or args.overwrite:
             raise
         notice(f"mlx-lm converts this one: {'; '.join(error.differences)}")
-        return _by_mlx_lm(args)
+        return _by_mlx_lm(args, backend)
     size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     print(f"{target}: {size / 1e6:,.1f} MB, checked by husky.json, read by mlx-lm too")
     return 0
 
 
-def _by_mlx_lm(args: argparse.Namespace) -> int:
+def _by_mlx_lm(args: argparse.Namespace, backend: str) -> int:
     from husky_mlx.dropin import DropIn
 
     # Not `from mlx_lm import convert`, which DropIn could not change inside.
     stock = importlib.import_module("mlx_lm.convert")
-    with DropIn(args.backend):
+    with DropIn(backend):
         stock.convert(
             hf_path=args.model,
             mlx_path=args.output,

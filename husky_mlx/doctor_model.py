@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from husky_mlx import bench_run, checkpoint, choices, gguf, integrity, sources
+from husky_mlx import bench_run, checkpoint, choices, gguf, integrity, sources, switches
 from husky_mlx.choices import HUSKY, REFERENCE, STOCK, Choice
 from husky_mlx.config import LlamaConfig
 from husky_mlx.doctor_report import FAIL, Finding, fail, ok, warn
@@ -95,12 +95,10 @@ def _config(path: Path) -> dict[str, Any]:
 def _fastest(name: str, path: Path) -> Finding:
     """Time the three ways and keep the winner, which ``load`` takes from then on.
 
-    What was timed under variables that change what runs is only said.
+    What was timed under switches that change what runs is only said.
     """
     config, choice = _config(path), choose(decode_speeds(name))
-    if variables := choices.variables():
-        return ok(
-            "fastest", f"{choice}; not kept, because {', '.join(variables)} changes what runs"
-        )
+    if changed := switches.changed():
+        return ok("fastest", f"{choice}; not kept, because {', '.join(changed)} changes what runs")
     choices.remember(config, choice)
     return ok("fastest", f"{choice}; kept in {choices.path()}, HUSKY_CHOICE=0 ignores it")

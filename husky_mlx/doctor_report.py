@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+from husky_mlx.errors import SwitchError
+
 OK, WARN, FAIL = "ok", "warn", "fail"
 
 
@@ -47,6 +49,8 @@ def findings(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:
     for name, check in checks:
         try:
             yield from check()
+        except SwitchError:
+            yield warn(name, "not checked: a switch is set to what it does not take", "correct it")
         except Exception as error:
             text = " ".join(str(error).split())[:300]
             yield fail(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from husky_mlx import contract, device
+from husky_mlx import contract, device, switches
 from husky_mlx.device import sysctl
 from husky_mlx.doctor_report import Finding, fail, installed, ok, warn
 from husky_mlx.native import NativeError, compiler
@@ -133,13 +133,16 @@ def cpp_compiler() -> Iterator[Finding]:
 
 
 def variables() -> Iterator[Finding]:
-    """Variables that change what runs."""
+    """Variables that change what runs, and those that are set to what they do not take."""
+    problems = switches.problems()
+    for problem in problems:
+        yield fail("environment", str(problem), "correct or unset it: until then no model loads")
     found = [
         f"{name}={value}"
         for name, value in sorted(os.environ.items())
         if name.startswith(("HUSKY_", "MLX_"))
     ]
-    if found:
+    if found and not problems:
         yield ok("environment", ", ".join(found))
 
 

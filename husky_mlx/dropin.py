@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -25,14 +24,14 @@ import mlx.nn as nn
 import mlx_lm.utils
 from mlx_lm.models.cache import load_prompt_cache
 
-from husky_mlx import generate, gguf_tokenizer, load, sources, stream_generate
+from husky_mlx import generate, gguf_tokenizer, load, sources, stream_generate, switches
 from husky_mlx.config import SUPPORTED_MODEL_TYPES, LlamaConfig
 from husky_mlx.contract import violations
 from husky_mlx.errors import CheckpointError, UnsupportedModel
-from husky_mlx.loading import BACKENDS
 from husky_mlx.model import Model
 from husky_mlx.notices import notice
 from husky_mlx.prompt_progress import prompt_progress
+from husky_mlx.switches import BACKENDS
 
 MODULE = "mlx_lm.models.husky_llama"
 
@@ -119,7 +118,7 @@ class DropIn:
     @property
     def chosen_backend(self) -> str:
         """``backend``, else ``$HUSKY_BACKEND``, else "husky"; "mlx" for an mlx-lm we do not fit."""
-        backend = self.backend or os.environ.get("HUSKY_BACKEND") or "husky"
+        backend = self.backend or switches.BACKEND.read() or "husky"
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, found {backend!r}")
         return "mlx" if violations() else backend

@@ -52,6 +52,10 @@ class SourceError(HuskyError, OSError):
     """A model that could not be found or fetched: says what was tried and what to do."""
 
 
+class SwitchError(HuskyError, ValueError):
+    """An environment variable of ours that is set to what it does not take."""
+
+
 class MemoryLimitError(HuskyError, MemoryError):
     """An allocation that would not fit the device: need, have, and what would fit."""
 

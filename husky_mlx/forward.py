@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from husky_mlx.errors import HuskyError
 from husky_mlx.notices import notice
+from husky_mlx.switches import BACKENDS
 
 if TYPE_CHECKING:
     from husky_mlx.dropin import DropIn
@@ -44,7 +45,7 @@ def own_options(prog: str) -> argparse.ArgumentParser:
     group = parser.add_argument_group("options of husky")
     group.add_argument(
         "--backend",
-        choices=("husky", "mlx"),
+        choices=BACKENDS,
         help="the model class and loop that run: ours, or mlx-lm's (default: $HUSKY_BACKEND, "
         "else husky)",
     )

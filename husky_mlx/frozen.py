@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from husky_mlx import device, graphs, native_step
+from husky_mlx import device, graphs, native_step, switches
 from husky_mlx.cache import BatchKVCache, KVCache, RotatingKVCache, adopt, check_growth
 from husky_mlx.config import LlamaConfig
 from husky_mlx.errors import MemoryLimitError
@@ -262,7 +261,7 @@ def takes_prompt(tokens: mx.array, caches: Sequence[Any]) -> bool:
 
 def eager_reason() -> str | None:
     """Why the frozen step is off in this process, or None."""
-    if os.environ.get("HUSKY_EAGER", "0") not in ("", "0"):
+    if switches.EAGER.read():
         return "HUSKY_EAGER is set"
     return device.compile_problem()
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Mapping
 
-from husky_mlx import chips, device
+from husky_mlx import chips, device, switches
 from husky_mlx.config import LlamaConfig
 from husky_mlx.freeze import StepGraph
 from husky_mlx.fused import FusedGraph, fused_weights
@@ -44,8 +43,8 @@ def choose_graph(
     if platform is None:
         plan.kernels = "plain MLX operations"
         return twin
-    if os.environ.get("HUSKY_KERNELS") == "0":
-        plan.kernels = "plain MLX operations (HUSKY_KERNELS is 0)"
+    if not switches.KERNELS.read():
+        plan.kernels = "plain MLX operations (HUSKY_KERNELS is off)"
         return twin
     made = fused_weights(config, weights)
     if isinstance(made, str):

@@ -16,7 +16,16 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import infer_quant_config, load_tokenizer
 from mlx_lm.utils import load as stock_load
 
-from husky_mlx import artifact, builds, checkpoint, choices, foreign, gguf_tokenizer, sources
+from husky_mlx import (
+    artifact,
+    builds,
+    checkpoint,
+    choices,
+    foreign,
+    gguf_tokenizer,
+    sources,
+    switches,
+)
 from husky_mlx.adapters import load_adapter
 from husky_mlx.config import LlamaConfig
 from husky_mlx.device import activation_dtype
@@ -26,9 +35,9 @@ from husky_mlx.model import SINK_TOKENS, Model
 from husky_mlx.notices import notice
 from husky_mlx.request import check_size
 from husky_mlx.structure import check_structure, drop_unread
+from husky_mlx.switches import BACKENDS
 from husky_mlx.warmup import warm_up
 
-BACKENDS = ("husky", "mlx")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -71,9 +80,11 @@ def load(
     are read at once.
 
     Raises UnsupportedModel with the exact differences, CheckpointError for damaged files,
-    SourceError for a model that cannot be had, MemoryLimitError for one that does not fit.
+    SourceError for a model that cannot be had, MemoryLimitError for one that does not fit,
+    SwitchError for a variable of ours that is set to what it does not take.
     """
-    asked = backend or os.environ.get("HUSKY_BACKEND")
+    switches.check()
+    asked = backend or switches.BACKEND.read()
     backend = _choice("backend", asked or "husky")
     if fallback is not None and fallback != "mlx":
         raise ValueError(f"fallback must be None or 'mlx', found {fallback!r}")

@@ -6,7 +6,6 @@ sequence, so that the rows of a batch go one by one.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -14,7 +13,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
-from husky_mlx import device
+from husky_mlx import device, switches
 from husky_mlx.buffers import check_layout
 from husky_mlx.cache import BatchKVCache, KVCache, RotatingKVCache
 from husky_mlx.native import Program
@@ -31,9 +30,8 @@ LAZY_FROM = 17
 
 def wanted() -> bool:
     """Whether calls may take a native program here at all; HUSKY_NATIVE=0 says no."""
-    off = os.environ.get("HUSKY_NATIVE") == "0"
-    eager = os.environ.get("HUSKY_EAGER", "0") not in ("", "0")
-    return device.target() == "cpu" and not off and not eager
+    on = switches.NATIVE.read() != "off" and not switches.EAGER.read()
+    return device.target() == "cpu" and on
 
 
 def takes(tokens: mx.array, caches: Sequence[Any], windows: Mapping[int, int]) -> bool:
@@ -90,7 +88,7 @@ class NativeStep:
     @classmethod
     def of(cls, model: Any, head: Projections, plan: Plan) -> NativeStep:
         """Compile or find the program. NativeError says why there is none."""
-        exact = os.environ.get("HUSKY_NATIVE") == "exact"
+        exact = switches.NATIVE.read() == "exact"
         program = Program.of(model, kv_dtype=KV_DTYPE, exact=exact)
         threads = f"{program.threads} thread{'s' if program.threads > 1 else ''}"
         arithmetic = "float activations" if exact else "16-bit integer activations in groups of 32"

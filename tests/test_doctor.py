@@ -433,17 +433,19 @@ class TestChoice:
         for other in ({"hidden_size": 128}, {"torch_dtype": "float16"}, {"dtype": "bfloat16"}):
             assert choices.remembered({**FIX_A, **other}) is None
 
-    @pytest.mark.parametrize("name", ["HUSKY_KERNELS", "HUSKY_EAGER", "HUSKY_NATIVE"])
-    def test_what_was_timed_under_a_variable_is_not_kept(self, monkeypatch, name):
+    @pytest.mark.parametrize(
+        "name, value", [("HUSKY_KERNELS", "0"), ("HUSKY_EAGER", "1"), ("HUSKY_NATIVE", "exact")]
+    )
+    def test_what_was_timed_under_a_variable_is_not_kept(self, monkeypatch, name, value):
         timed = {"husky": 1.0, "reference": 1.0, "mlx-lm": 2.0}
         monkeypatch.setattr(doctor_model, "decode_speeds", lambda name: timed)
         with monkeypatch.context() as patch:
-            patch.setenv(name, "0")
+            patch.setenv(name, value)
             *_, found = doctor_model.model_checks(self.folder)
-        assert f"not kept, because {name}=0 changes what runs" in found.found
+        assert f"not kept, because {name}={value} changes what runs" in found.found
         assert choices.remembered(FIX_A) is None
         self.remember("mlx-lm")
-        monkeypatch.setenv(name, "0")
+        monkeypatch.setenv(name, value)
         assert choices.remembered(FIX_A) is None
 
     def remember(self, way):

@@ -138,7 +138,7 @@ def test_fallback_leaves_a_supported_model_alone(folder):
     assert type(model) is Model
 
 
-@pytest.mark.parametrize("value, frozen", [("1", 0), ("0", 4), ("", 4)])
+@pytest.mark.parametrize("value, frozen", [("1", 0), ("yes", 0), ("0", 4), ("off", 4), ("", 4)])
 def test_husky_eager_turns_the_frozen_step_off(folder, monkeypatch, value, frozen):
     monkeypatch.setenv("HUSKY_EAGER", value)
     model, _ = load(str(folder))

@@ -101,7 +101,11 @@ def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("name", ["./models/x", "../x", "/nowhere/x", "~/x", "x.gguf", "a/b/c", ""])
-def test_missing_path_is_named_and_never_sent_to_the_hub(hub: SimpleNamespace, name: str) -> None:
+def test_missing_path_is_named_and_never_sent_to_the_hub(
+    hub: SimpleNamespace, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(SourceError) as raised:
         sources.resolve(name)
     assert str(raised.value) == f"{name or repr(name)}: no such file or folder"

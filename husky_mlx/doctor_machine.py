@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from husky_mlx.bandwidth import copy_bandwidth
 from husky_mlx.device import sysctl
 from husky_mlx.doctor_report import Finding, fail, ok, warn
 from husky_mlx.memory import megabytes, memory_limit
-from husky_mlx.paths import cache_dir
+from husky_mlx.paths import cache_dir, existing, not_writable
 from husky_mlx.policy import tuning_name
 
 # Bytes: below the first hardly any model runs, below the second no 8B model at 4 bit.
@@ -82,10 +81,10 @@ def folders() -> Iterator[Finding]:
         ("cache", cache_dir(), "HUSKY_CACHE_DIR", fail),
         ("hub cache", hub, "HF_HOME", warn),
     ):
-        if problem := _not_writable(folder):
+        if problem := not_writable(folder):
             yield report(name, f"{folder}: {problem}", f"set {variable} to a folder you may write")
             continue
-        free = psutil.disk_usage(str(_existing(folder))).free
+        free = psutil.disk_usage(str(existing(folder))).free
         found = f"{folder}: {megabytes(_size(folder))} used, {megabytes(free)} free"
         if free < LEAST_DISK:
             yield warn(name, found, f"make room, or set {variable} to a folder on another disk")
@@ -110,20 +109,6 @@ def hub() -> Iterator[Finding]:
         )
     else:
         yield ok("hub", f"{address} answers")
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    return next(path for path in (folder, *folder.parents) if path.exists())
-
-
-def _not_writable(folder: Path) -> str | None:
-    """Why nothing can be written there; None where it can, after trying."""
-    try:
-        with tempfile.TemporaryFile(dir=_existing(folder)):
-            return None
-    except OSError as error:
-        return error.strerror or str(error)
 
 
 def _size(folder: Path) -> int:

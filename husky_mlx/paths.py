@@ -21,6 +21,27 @@ def cache_dir() -> Path:
     return Path(os.path.expanduser(chosen or platformdirs.user_cache_dir("husky_mlx")))
 
 
+def cache_is_unusable(reason: object) -> str:
+    """What to tell a user whose cache folder cannot be written, for the reason given."""
+    name = "HUSKY_CACHE_DIR" if os.environ.get("HUSKY_CACHE_DIR") else "the cache folder"
+    advice = "set HUSKY_CACHE_DIR to another folder"
+    return f"{name} {cache_dir()} cannot be written ({reason}); {advice}"
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def not_writable(folder: Path) -> str | None:
+    """Why nothing can be written there; None where it can, after trying."""
+    try:
+        with tempfile.TemporaryFile(dir=existing(folder)):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
+
+
 def child_environment() -> dict[str, str]:
     """The environment in which another Python finds this package, from a checkout too."""
     here = str(Path(__file__).resolve().parent.parent)

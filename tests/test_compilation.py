@@ -622,3 +622,20 @@ class TestCache:
         assert "other.bin: 1,000 bytes" in out and "builds/m-8bit-" in out
         assert cli.main(["cache", "--clear"]) == 0
         assert [file.name for file in cache.iterdir()] == ["other.bin"]
+
+    @pytest.mark.parametrize("place", ["file", "file/below", "closed", "n" * 300])
+    @pytest.mark.parametrize("options", [[], ["--clear"]])
+    def test_a_folder_where_nothing_can_be_kept_is_an_error(
+        self, tmp_path, monkeypatch, capsys, place, options
+    ):
+        (tmp_path / "file").write_text("in the way")
+        (tmp_path / "closed").mkdir(mode=0o500)
+        if place == "closed" and os.access(tmp_path / "closed", os.W_OK):
+            pytest.skip("root may write anywhere")
+        monkeypatch.setenv("HUSKY_CACHE_DIR", str(tmp_path / place))
+        assert cli.main(["cache", *options]) == 1
+        shown = capsys.readouterr()
+        named = f"husky: error: HUSKY_CACHE_DIR {tmp_path / place} cannot be written ("
+        assert shown.out == "" and shown.err.startswith(named)
+        assert shown.err.endswith("set HUSKY_CACHE_DIR to another folder\n")
+        assert (tmp_path / "file").read_text() == "in the way"

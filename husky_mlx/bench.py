@@ -16,7 +16,7 @@ from husky_mlx.bench_predict import parse_chips, predict, print_prediction
 from husky_mlx.bench_report import BASELINE, LLAMA_CPP, SIXTEEN_BIT, describe_run
 from husky_mlx.bench_run import ENGINES, SEED, compare
 from husky_mlx.bench_table import print_table
-from husky_mlx.errors import HuskyError
+from husky_mlx.errors import HuskyError, UsageError, exit_code
 from husky_mlx.interrupts import interrupted_by_termination
 from husky_mlx.notices import notice
 from husky_mlx.shapes import SHAPES, shape_config
@@ -92,12 +92,12 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     if args.predict is not None:
         if args.plot or args.prompt_file or args.engines or args.batch_size != [1]:
-            raise HuskyError("--predict takes no --plot, --prompt-file, --engines or -b")
+            raise UsageError("--predict takes no --plot, --prompt-file, --engines or -b")
         result = describe_run() | predict(settings, parse_chips(args.predict, args.memory))
         printer: Any = print_prediction
     else:
         if args.memory is not None:
-            raise HuskyError("--memory needs --predict: this machine has what it has")
+            raise UsageError("--memory needs --predict: this machine has what it has")
         if args.plot:
             bench_plot.require(Path(args.plot))
         names = args.engines or DEFAULT_ENGINES
@@ -121,14 +121,14 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """What the engines are told, checked."""
     for name in ("backend", "max_context", "max_kv_size"):
         if getattr(args, name, None) is not None:
-            raise HuskyError(f"--{name.replace('_', '-')} does not apply here: use --engines")
+            raise UsageError(f"--{name.replace('_', '-')} does not apply here: use --engines")
     if not 0 <= args.temp < math.inf:
-        raise HuskyError(f"--temp must be a number from 0 up, found {args.temp}")
+        raise UsageError(f"--temp must be a number from 0 up, found {args.temp}")
     if not 0 < args.top_p <= 1:
-        raise HuskyError(f"--top-p must be above 0 and at most 1, found {args.top_p}")
+        raise UsageError(f"--top-p must be above 0 and at most 1, found {args.top_p}")
     if args.prompt_file is not None:
         if args.shape:
-            raise HuskyError("--prompt-file needs --model: a --shape has no tokenizer for texts")
+            raise UsageError("--prompt-file needs --model: a --shape has no tokenizer for texts")
         if not Path(args.prompt_file).is_file():
             raise HuskyError(f"--prompt-file {args.prompt_file}: no such file")
         try:
@@ -137,14 +137,14 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
             raise HuskyError(f"--prompt-file {args.prompt_file}: not UTF-8: {error}") from error
     tokens = max(args.prompt_tokens or [0]) * max(args.batch_size)
     if tokens > MOST_TOKENS:
-        raise HuskyError(f"{tokens:,} tokens in a prompt, -p times -b: at most {MOST_TOKENS:,}")
+        raise UsageError(f"{tokens:,} tokens in a prompt, -p times -b: at most {MOST_TOKENS:,}")
     defaults = {"bits": 4, "group_size": 64, "dtype": "bfloat16"}
     weights = {name: getattr(args, name) for name in defaults}
     if args.shape:
         weights = {name: weights[name] or default for name, default in defaults.items()}
     for name, value in weights.items():
         if value is not None and not args.shape:
-            raise HuskyError(f"--{name.replace('_', '-')} needs --shape: a model keeps its own")
+            raise UsageError(f"--{name.replace('_', '-')} needs --shape: a model keeps its own")
     return {
         "model": args.shape or args.model,
         "config": shape_config(args.shape) if args.shape else None,
@@ -180,7 +180,7 @@ def main() -> int:
             return run(parser.parse_args())
     except (HuskyError, ValueError, OSError) as error:
         notice(f"error: {error}")
-        return 1
+        return exit_code(error)
     except KeyboardInterrupt:
         return 130
 

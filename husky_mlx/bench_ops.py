@@ -22,7 +22,7 @@ from husky_mlx.bench_ops_timing import SHORT, Chain, Stopwatch, floor, launches_
 from husky_mlx.bench_report import describe_run, summarise
 from husky_mlx.bench_run import SEED, interleave
 from husky_mlx.bench_table import cell, print_rows
-from husky_mlx.errors import HuskyError
+from husky_mlx.errors import HuskyError, UsageError
 from husky_mlx.loading import build_model
 from husky_mlx.model import Model
 from husky_mlx.notices import notice
@@ -120,7 +120,7 @@ def load_model(args: argparse.Namespace) -> tuple[Model, dict[str, Any]]:
         for name, value in given.items():
             if value is not None:
                 flag = f"--{name.replace('_', '-')}"
-                raise HuskyError(f"{flag} needs a shape as --model: a checkpoint keeps its own")
+                raise UsageError(f"{flag} needs a shape as --model: a checkpoint keeps its own")
         path = sources.resolve(args.model, notify=notice)
         found = checkpoint.read(path)
         config, weights, source = found.config, found.weights, str(path)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from husky_mlx.bench_report import FIGURES
-from husky_mlx.errors import HuskyError
+from husky_mlx.errors import HuskyError, UsageError
 from husky_mlx.paths import require_writable, write_figure
 
 DRAWN = ("first_token_ms", "prefill_tps", "decode_tps", "peak_mb")
@@ -18,7 +18,7 @@ def require(path: Path) -> None:
     if not path.resolve().parent.is_dir():
         raise HuskyError(f"--plot {path}: there is no folder {path.parent}")
     if path.suffix != ".png":
-        raise HuskyError(f"--plot {path}: expected a name that ends in .png")
+        raise UsageError(f"--plot {path}: expected a name that ends in .png")
     require_writable(path, "--plot")
     try:
         import matplotlib  # noqa: F401

@@ -30,7 +30,7 @@ from husky_mlx.bench_report import (
     report,
     report_case,
 )
-from husky_mlx.errors import HuskyError
+from husky_mlx.errors import HuskyError, UsageError
 from husky_mlx.notices import notice
 from husky_mlx.paths import child_environment
 
@@ -253,7 +253,7 @@ def _prepare(
     if settings["prompt_file"]:
         reader = next((name for name in engines if ENGINES[name].backend != LLAMA_CPP), None)
         if reader is None:
-            raise HuskyError(
+            raise UsageError(
                 f"--prompt-file needs an engine besides {LLAMA_CPP}, whose tokenizer reads it"
             )
         tokens = engines[reader].ask({"tokenize": settings["prompt_file"]})["tokens"]

@@ -24,6 +24,8 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from husky_mlx.errors import UsageError
+
 
 @dataclass(frozen=True)
 class Chip:
@@ -150,7 +152,7 @@ def parse(text: str, memory: int | None = None) -> tuple[Chip, str | None]:
     """The chip of a name such as ``m3pro``, ``m4max-40c`` (GPU cores) or ``sm_90``, and a note.
 
     ``memory`` in GB leaves the bins that are sold with it, and is then the chip's only size. Where
-    several bins remain it is the lowest, and the note says so. Raises ValueError naming what is
+    several bins remain it is the lowest, and the note says so. Raises UsageError naming what is
     known.
     """
     key = re.sub(r"[\s_]", "", text.strip().lower())
@@ -160,7 +162,7 @@ def parse(text: str, memory: int | None = None) -> tuple[Chip, str | None]:
     capability = re.fullmatch(r"sm(\d+)a?", key)
     if capability and int(capability[1]) in _CUDA:
         return _sized(_cuda(int(capability[1])), memory), None
-    raise ValueError(
+    raise UsageError(
         f"unknown chip {text!r}; known: {', '.join(_APPLE)} (with -40c, say, for 40 GPU cores), "
         f"{', '.join(f'sm_{number}' for number in _CUDA)}"
     )
@@ -179,10 +181,10 @@ def _sized(chip: Chip, memory: int | None) -> Chip:
 
 
 def parse_memory(text: str) -> int:
-    """``16gb``, ``16 GB`` or ``16`` as GB. Raises ValueError for anything else."""
+    """``16gb``, ``16 GB`` or ``16`` as GB. Raises UsageError for anything else."""
     found = re.fullmatch(r"(\d{1,5})\s*(?:gb)?", text.strip().lower())
     if not found or not int(found[1]):
-        raise ValueError(f"memory must be given as 16gb, found {text!r}")
+        raise UsageError(f"memory must be given as 16gb, found {text!r}")
     return int(found[1])
 
 
@@ -190,12 +192,12 @@ def _bin(name: str, cores: int | None, memory: int | None) -> tuple[Chip, str | 
     bins = [chip for chip in _APPLE[name] if cores in (None, chip.cores)]
     if not bins:
         offered = ", ".join(dict.fromkeys(f"{name}-{chip.cores}c" for chip in _APPLE[name]))
-        raise ValueError(f"chip {name!r}: none has {cores} GPU cores; known: {offered}")
+        raise UsageError(f"chip {name!r}: none has {cores} GPU cores; known: {offered}")
     if memory is not None:
         sold = sorted({size for chip in bins for size in chip.memory})
         bins = [_sized(chip, memory) for chip in bins if memory in chip.memory]
         if not bins:
-            raise ValueError(
+            raise UsageError(
                 f"chip {name!r}: none has {memory} GB of memory"
                 f"{'' if cores is None else f' and {cores} GPU cores'}; known: "
                 f"{', '.join(map(str, sold))} GB"

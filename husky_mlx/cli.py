@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 # Not `from husky_mlx import ...`: the package looks a name up in mlx_lm before its own modules.
 import husky_mlx.forward as forward
-from husky_mlx.errors import HuskyError
+from husky_mlx.errors import HuskyError, exit_code
 from husky_mlx.interrupts import interrupted_by_termination
 from husky_mlx.notices import warnings_as_notices
 
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         if not text or not isinstance(error, HuskyError | OSError | ValueError):
             text = f"{type(error).__name__}: {text}"
         print(f"{program or 'husky'}: error: {text}", file=sys.stderr)
-        return 1
+        return exit_code(error)
 
 
 def main_convert() -> int:

@@ -16,7 +16,7 @@ from mlx_lm.utils import save_config
 
 from husky_mlx import checkpoint, gguf_tokenizer, recipe, sources, switches
 from husky_mlx.artifact import MODEL, write_manifest
-from husky_mlx.errors import UnsupportedModel
+from husky_mlx.errors import UnsupportedModel, UsageError
 from husky_mlx.notices import notice
 from husky_mlx.progress import bytes_bar
 from husky_mlx.recipe import QuantSpec, Tensor, fitting
@@ -52,24 +52,24 @@ class Quantization:
         mode: str = "affine",
         recipe_name: str | None = None,
     ) -> Quantization:
-        """mlx-lm's defaults for what is None. ValueError with the values that there are."""
+        """mlx-lm's defaults for what is None. UsageError with the values that there are."""
         if mode not in MODES:
-            raise ValueError(f"the mode must be one of {', '.join(MODES)}, found {mode!r}")
+            raise UsageError(f"the mode must be one of {', '.join(MODES)}, found {mode!r}")
         if mode == "affine":
             bits, group_size = 4 if bits is None else bits, 64 if group_size is None else group_size
             if bits not in AFFINE_BITS:
-                raise ValueError(f"the bits must be one of {AFFINE_BITS}, found {bits}")
+                raise UsageError(f"the bits must be one of {AFFINE_BITS}, found {bits}")
             if group_size not in AFFINE_GROUP_SIZES:
-                raise ValueError(
+                raise UsageError(
                     f"the group size must be one of {AFFINE_GROUP_SIZES}, found {group_size}"
                 )
             return cls(bits, group_size, mode, recipe_name)
         if recipe_name is not None:
-            raise ValueError(f"recipes quantize in mode affine, found {mode!r}")
+            raise UsageError(f"recipes quantize in mode affine, found {mode!r}")
         (own_bits, own_group) = next(key for key, name in MX_FORMATS.items() if name == mode)
         for word, given, own in (("bits", bits, own_bits), ("group size", group_size, own_group)):
             if given not in (None, own):
-                raise ValueError(f"the {word} of {mode} must be {own}, found {given}")
+                raise UsageError(f"the {word} of {mode} must be {own}, found {given}")
         return cls(own_bits, own_group, mode)
 
     def allocate(self, tensors: list[Tensor]) -> dict[str, QuantSpec | None]:
@@ -116,9 +116,9 @@ def convert(
     """
     target = Path(output).expanduser()
     if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
+        raise UsageError(f"dtype must be one of {', '.join(DTYPES)}, found {dtype!r}")
     if quantization is not None and dequantize:
-        raise ValueError("choose either quantize or dequantize, not both")
+        raise UsageError("choose either quantize or dequantize, not both")
     check_output(target, overwrite)
     path = sources.resolve(str(source), revision, notify=notify)
     stream = open_stream(path)
@@ -269,7 +269,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert; what husky does not support goes to mlx-lm's own converter, with one notice."""
     if args.model is None:
-        raise ValueError("no --model given, and this command has no default")
+        raise UsageError("no --model given, and this command has no default")
     backend = args.backend or switches.BACKEND.read() or "husky"
     if args.upload_repo is not None or backend == "mlx":
         return _by_mlx_lm(args, backend)

@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from husky_mlx import load, sources, stream_generate
+from husky_mlx.errors import UsageError
 from husky_mlx.notices import notice
 
 DEFAULT_MODEL = "smollm2"
@@ -39,12 +40,12 @@ def run(args: argparse.Namespace) -> int:
     """Load, show the plan, stream the answer to stdout, then say how fast it was.
 
     Raises SourceError where the model can neither be found nor fetched, ValueError for an empty
-    prompt or a length below 1.
+    prompt, UsageError for a length below 1.
     """
     if not args.prompt.strip():
         raise ValueError("--prompt is empty")
     if args.max_tokens < 1:
-        raise ValueError(f"--max-tokens must be at least 1, found {args.max_tokens}")
+        raise UsageError(f"--max-tokens must be at least 1, found {args.max_tokens}")
     path = sources.resolve(args.model, notify=notice)
     start = time.perf_counter()
     model, tokenizer = load(

@@ -27,7 +27,7 @@ from mlx_lm.models.cache import load_prompt_cache
 from husky_mlx import generate, gguf_tokenizer, load, sources, stream_generate, switches
 from husky_mlx.config import SUPPORTED_MODEL_TYPES, LlamaConfig
 from husky_mlx.contract import violations
-from husky_mlx.errors import CheckpointError, UnsupportedModel
+from husky_mlx.errors import CheckpointError, UnsupportedModel, UsageError
 from husky_mlx.model import Model
 from husky_mlx.notices import notice
 from husky_mlx.prompt_progress import prompt_progress
@@ -120,14 +120,14 @@ class DropIn:
         """``backend``, else ``$HUSKY_BACKEND``, else "husky"; "mlx" for an mlx-lm we do not fit."""
         backend = self.backend or switches.BACKEND.read() or "husky"
         if backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, found {backend!r}")
+            raise UsageError(f"backend must be one of {', '.join(BACKENDS)}, found {backend!r}")
         return "mlx" if violations() else backend
 
     def _load(self, stock: Callable, path_or_hf_repo: str, *arguments: Any, **options: Any) -> Any:
         if _inside_load.get():
             return stock(path_or_hf_repo, *arguments, **options)
         if path_or_hf_repo is None:
-            raise ValueError("no --model given, and this command has no default")
+            raise UsageError("no --model given, and this command has no default")
         if self.announce:
             self.announce = False
             notice(f"no --model given: using {path_or_hf_repo}")

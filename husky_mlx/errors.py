@@ -52,6 +52,10 @@ class SourceError(HuskyError, OSError):
     """A model that could not be found or fetched: says what was tried and what to do."""
 
 
+class UsageError(HuskyError, ValueError):
+    """Arguments that no model and no machine could take: the command line ends with 2."""
+
+
 class SwitchError(HuskyError, ValueError):
     """An environment variable of ours that is set to what it does not take."""
 
@@ -62,6 +66,11 @@ class MemoryLimitError(HuskyError, MemoryError):
 
 class ContextLimitError(HuskyError, ValueError):
     """More tokens than ``max_context`` allows."""
+
+
+def exit_code(error: BaseException) -> int:
+    """Of a command that ends with the error: 2 for a wrong command line, as argparse, else 1."""
+    return 2 if isinstance(error, UsageError) else 1
 
 
 def brief(error: BaseException) -> str:

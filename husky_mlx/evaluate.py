@@ -76,10 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate and print the table; errors of files and names come before anything is computed."""
     names = args.recipes or ([] if args.compare else ["8bit", "4bit", "4bit-uniform"])
-    if "auto" in names and args.budget is None:
-        raise ValueError("the recipe auto needs --budget, in bits per weight")
-    if args.budget is not None:
-        check_budget(args.budget)
+    check_budget(names, args.budget)
     if args.plot is not None:
         figure_class()
     for name, file in (("--json", args.json), ("--plot", args.plot)):

@@ -14,7 +14,7 @@ from husky_mlx import chips, device, shapes
 from husky_mlx.arguments import add_target
 from husky_mlx.chips import Chip
 from husky_mlx.config import LlamaConfig
-from husky_mlx.errors import HuskyError
+from husky_mlx.errors import HuskyError, UsageError
 from husky_mlx.footprint import DEFAULT_CONTEXT, Footprint, footprint
 from husky_mlx.memory import megabytes, memory_limit
 from husky_mlx.roofline import GB, Roof, largest_context, needed, roof, working_set
@@ -92,10 +92,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print whether the model fits; 0 if it does, 1 if not or if it is refused.
 
-    Raises SourceError where the model cannot be found, ValueError for a chip that is not known.
+    Raises SourceError where the model cannot be found, UsageError for a chip that is not known.
     """
     if args.context is not None and args.context < 1:
-        raise ValueError(f"--context must be at least 1, found {args.context}")
+        raise UsageError(f"--context must be at least 1, found {args.context}")
     machine = target_machine(args.target, args.memory)
     if args.model in shapes.SHAPES:
         raw = shapes.shape_config(args.model)
@@ -120,8 +120,8 @@ def run(args: argparse.Namespace) -> int:
 def target_machine(name: str | None, memory: str | None) -> Machine:
     """The machine of ``--target`` and ``--memory``, by default this one as it is.
 
-    Raises ValueError for names that are not known, HuskyError where this machine has no GPU or the
-    chip's memory is not known.
+    Raises UsageError for names that are not known and for a chip without its memory, HuskyError
+    where this machine has no GPU.
     """
     size = None if memory is None else chips.parse_memory(memory)
     if name is not None:
@@ -138,7 +138,7 @@ def target_machine(name: str | None, memory: str | None) -> Machine:
             return Machine(chip, real, limit, [note] if note else [], here=True)
         chip, note = chips.with_memory(chip, size)
     if not chip.memory:
-        raise HuskyError(f"the memory of {chip.name} is not known: give it, as in --memory 24gb")
+        raise UsageError(f"the memory of {chip.name} is not known: give it, as in --memory 24gb")
     notes = [note] if note else []
     if len(chip.memory) > 1:
         sizes = ", ".join(map(str, chip.memory))

@@ -18,7 +18,7 @@ from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from husky_mlx.errors import HuskyError
+from husky_mlx.errors import HuskyError, UsageError
 from husky_mlx.notices import notice
 from husky_mlx.switches import BACKENDS
 
@@ -269,7 +269,7 @@ def _check_server(parsed: argparse.Namespace) -> None:
     else:
         sources.resolve(parsed.model, config_only=True)
     if not 0 <= parsed.port < 65536:
-        raise HuskyError(f"--port must be from 0 to 65535, found {parsed.port}")
+        raise UsageError(f"--port must be from 0 to 65535, found {parsed.port}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             parsed.host, parsed.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -29,7 +29,7 @@ from husky_mlx import (
 from husky_mlx.adapters import load_adapter
 from husky_mlx.config import LlamaConfig
 from husky_mlx.device import activation_dtype
-from husky_mlx.errors import CheckpointError, UnsupportedModel
+from husky_mlx.errors import CheckpointError, UnsupportedModel, UsageError
 from husky_mlx.memory import megabytes, require_memory
 from husky_mlx.model import SINK_TOKENS, Model
 from husky_mlx.notices import notice
@@ -87,7 +87,7 @@ def load(
     asked = backend or switches.BACKEND.read()
     backend = _choice("backend", asked or "husky")
     if fallback is not None and fallback != "mlx":
-        raise ValueError(f"fallback must be None or 'mlx', found {fallback!r}")
+        raise UsageError(f"fallback must be None or 'mlx', found {fallback!r}")
     stock_reason = "backend is mlx"
     _check_limits(max_context, max_kv_size)
     path = sources.resolve(
@@ -299,5 +299,5 @@ def _check_limits(max_context: int | None, max_kv_size: int | None) -> None:
 
 def _choice(name: str, value: str) -> str:
     if value not in BACKENDS:
-        raise ValueError(f"{name} must be one of {BACKENDS}, found {value!r}")
+        raise UsageError(f"{name} must be one of {BACKENDS}, found {value!r}")
     return value

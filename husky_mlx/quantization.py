@@ -16,6 +16,7 @@ from husky_mlx.calibrate_forward import FloatLlama, array_module
 from husky_mlx.calibrate_sensitivity import auto
 from husky_mlx.calibrate_text import calibration_sequences, calibration_texts
 from husky_mlx.calibrate_weights import FloatWeights, PackedWeights
+from husky_mlx.errors import UsageError
 from husky_mlx.loading import build_model, read_tokenizer
 from husky_mlx.recipe import FLOAT_RECIPES, QuantSpec, Tensor
 from husky_mlx.requantize import Change, dequantize, requantize, tensors_of
@@ -39,17 +40,14 @@ class Choice:
     adapter: str | None = None
 
     def check(self) -> None:
-        """Raise ValueError for names and combinations that there are not, before anything is
+        """Raise UsageError for names and combinations that there are not, before anything is
         read."""
         if self.recipe is not None and self.recipe not in recipe.RECIPES:
             known = ", ".join(recipe.RECIPES)
-            raise ValueError(f"unknown recipe {self.recipe!r}, expected one of {known}")
-        if (self.recipe == "auto") != (self.budget is not None):
-            raise ValueError("the recipe 'auto' and a budget in bits per weight need each other")
-        if self.budget is not None:
-            recipe.check_budget(self.budget)
+            raise UsageError(f"unknown recipe {self.recipe!r}, expected one of {known}")
+        recipe.check_budget([self.recipe], self.budget)
         if self.calibration is not None and not self.calibrates:
-            raise ValueError(
+            raise UsageError(
                 "calibration text changes nothing here: it is for the recipe 'auto' and the "
                 "roundings gptq and awq"
             )

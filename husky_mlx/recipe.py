@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 
+from husky_mlx.errors import UsageError
 from husky_mlx.structure import AFFINE_BITS, AFFINE_GROUP_SIZES
 
 DEFAULT_GROUP_SIZE = 64
@@ -198,10 +199,13 @@ def allocate(
     return min([allocation, *affordable], key=cost)
 
 
-def check_budget(bits_per_weight: float) -> None:
-    """Raise ValueError for what is no number of bits, before anything is measured for it."""
-    if not 0 < bits_per_weight < math.inf:
-        raise ValueError(
+def check_budget(recipes: Iterable[str | None], bits_per_weight: float | None) -> None:
+    """Raise UsageError unless "auto" has a budget, and nothing else has, that is a number of bits:
+    before anything is measured for it."""
+    if ("auto" in recipes) != (bits_per_weight is not None):
+        raise UsageError("the recipe 'auto' and a budget in bits per weight need each other")
+    if bits_per_weight is not None and not 0 < bits_per_weight < math.inf:
+        raise UsageError(
             f"a budget is a number of bits per weight above 0, as in 4.5, found {bits_per_weight:g}"
         )
 

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from husky_mlx.cache import RotatingKVCache, quantized_group_size
-from husky_mlx.errors import ContextLimitError
+from husky_mlx.errors import ContextLimitError, UsageError
 from husky_mlx.model import SINK_TOKENS, Model
 
 # Where mlx-lm takes sampling options: (argument, the function that makes it).
@@ -40,7 +40,7 @@ def check_request(
     if max_tokens is None:
         max_tokens = -1
     if max_tokens == 0 or not isinstance(max_tokens, int | np.integer):
-        raise ValueError(
+        raise UsageError(
             f"max_tokens must be a whole number above 0, or -1 for no limit, found {max_tokens!r}"
         )
     check_size("prefill_step_size", options.get("prefill_step_size", 1), least=1)
@@ -110,7 +110,7 @@ def check_text(text: str) -> None:
 def check_size(name: str, value: Any, least: int) -> None:
     """Raise ValueError unless an option is a whole number of at least ``least``."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be a whole number from {least} up, found {value!r}")
+        raise UsageError(f"{name} must be a whole number from {least} up, found {value!r}")
 
 
 def _check_cache(caches: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from husky_mlx import chips, device
 from husky_mlx.chips import Chip
+from husky_mlx.errors import UsageError
 
 CPU = Chip("cpu", "cpu", 0, 0, 0)
 # The oldest of the data centre's, whose tiles every later one takes.
@@ -24,7 +25,7 @@ def parse_target(
     """The name of a target in a build's, and its chip.
 
     ``text``: "auto" (this machine), "cpu", "cuda" (the GPU of this machine, else any) or a chip as
-    ``chips.parse`` takes it, with ``memory`` in GB. ``notify`` gets what was assumed. ValueError
+    ``chips.parse`` takes it, with ``memory`` in GB. ``notify`` gets what was assumed. UsageError
     lists what there is.
     """
     name = text.strip().lower()
@@ -38,8 +39,8 @@ def parse_target(
         return "cuda", chips.parse(_ANY_CUDA)[0]
     try:
         chip, note = chips.parse(text, memory)
-    except ValueError as error:
-        raise ValueError(f"target {text!r}: {error}, or auto, cuda, cpu") from None
+    except UsageError as error:
+        raise UsageError(f"target {text!r}: {error}, or auto, cuda, cpu") from None
     if note is not None:
         notify(note)
     cores = f"-{chip.cores}c" if re.search(r"-\d+c$", name) else ""

@@ -41,7 +41,7 @@ def test_the_roof_of_a_shape_by_hand(capsys):
 
 def test_every_chip_and_length_is_a_row(capsys):
     words = ["m1,m4max", "--memory", "64gb", "-p", "8,16", "--shape", "smollm2-135m"]
-    assert cli.main(["bench", "--predict", *words]) == 1
+    assert cli.main(["bench", "--predict", *words]) == 2
     assert "none has 64 GB" in capsys.readouterr().err
     result = ask(capsys, "m1,m4max", "-p", "8,16", "--shape", "smollm2-135m")
     asked = [(row["chip"]["name"], row["prompt_tokens"]) for row in result["rows"]]
@@ -71,11 +71,10 @@ def test_the_table_says_that_it_is_predicted(tmp_path, capsys):
         ("--predict m1 --engines husky", "--predict takes no"),
         ("--predict m1 -b 2", "--predict takes no"),
         ("--memory 16gb", "--memory needs --predict"),
-        ("--predict m1 --model ./none", "no such file or folder"),
     ],
 )
 def test_words_that_do_not_fit_are_refused(words, message, capsys):
-    assert cli.main(["bench", *words.split()]) == 1
+    assert cli.main(["bench", *words.split()]) == 2
     assert message in capsys.readouterr().err
 
 

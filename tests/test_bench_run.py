@@ -416,11 +416,11 @@ def test_what_no_engine_could_take_is_refused_before_one_starts(tmp_path, monkey
     monkeypatch.setattr(bench_run, "EngineProcess", None)
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     words = {
-        "--top-p 7": "--top-p must be",
-        "--top-p nan": "--top-p must be",
-        f"--prompt-file {tmp_path / 'binary'}": "not UTF-8",
+        "--top-p 7": (2, "--top-p must be"),
+        "--top-p nan": (2, "--top-p must be"),
+        f"--prompt-file {tmp_path / 'binary'}": (1, "not UTF-8"),
     }
-    for given, said in words.items():
+    for given, (code, said) in words.items():
         monkeypatch.setattr(sys, "argv", ["bench", "--model", "m", *given.split()])
-        assert bench.main() == 1
+        assert bench.main() == code
         assert said in capsys.readouterr().err

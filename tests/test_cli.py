@@ -173,7 +173,7 @@ class TestDispatch:
 
     def test_convert_script_names_itself(self, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["husky-convert"])
-        assert cli.main_convert() == 1
+        assert cli.main_convert() == 2
         assert capsys.readouterr().err == (
             "husky-convert: error: no --model given, and this command has no default\n"
         )
@@ -431,7 +431,7 @@ class TestProcess:
 
     def test_a_command_without_default_says_so(self, tmp_path):
         result = husky("convert", "--mlx-path", str(tmp_path / "out"))
-        assert result.returncode == 1
+        assert result.returncode == 2
         assert result.stderr.splitlines()[-1] == (
             "husky: error: no --model given, and this command has no default"
         )
@@ -509,7 +509,7 @@ def test_a_prompt_cache_that_is_none_is_named(name, tmp_path, capsys):
 
 def test_a_port_out_of_range_ends_the_server_before_it_starts(tmp_path, capsys):
     folder = write_fix_b(tmp_path)
-    assert cli.main(["server", "--model", str(folder), "--port", "99999"]) == 1
+    assert cli.main(["server", "--model", str(folder), "--port", "99999"]) == 2
     assert "--port must be from 0 to 65535, found 99999" in capsys.readouterr().err
 
 

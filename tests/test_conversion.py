@@ -350,7 +350,7 @@ class TestQuantize:
     def test_widths_that_do_not_exist_C039(self, words, says, tmp_path, capsys):
         """No file is read: the model is not there at all."""
         line = ["convert", "--model", "/none", "--output", str(tmp_path / "q"), "-q", *words]
-        assert cli.main(line) == 1
+        assert cli.main(line) == 2
         assert says in capsys.readouterr().err
         assert list(tmp_path.iterdir()) == []
 

@@ -64,9 +64,12 @@ def test_no_source_is_a_clear_error(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
-    [(["--prompt", "  "], "--prompt is empty"), (["--max-tokens", "0"], "at least 1, found 0")],
+    ("words", "code", "says"),
+    [
+        (["--prompt", "  "], 1, "--prompt is empty"),
+        (["--max-tokens", "0"], 2, "at least 1, found 0"),
+    ],
 )
-def test_bad_input(model, capsys, words, says):
-    assert run(model, *words) == 1
+def test_bad_input(model, capsys, words, code, says):
+    assert run(model, *words) == code
     assert says in capsys.readouterr().err

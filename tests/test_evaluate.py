@@ -202,7 +202,7 @@ def test_plot(tmp_path, model, text):
 @pytest.mark.parametrize(
     "options, words",
     [
-        (("--recipes", "auto"), "the recipe auto needs --budget"),
+        (("--recipes", "auto"), "'auto' and a budget in bits per weight need each other"),
         (("--recipes", "auto", "--budget", 2), "below the smallest choice, 2.500"),
         (("--recipes", "9bit"), "expected different names out of keep"),
         (("--rounding", "rtn,rtn"), "expected different names out of rtn"),

@@ -76,7 +76,7 @@ def test_a_refused_model_gives_its_reasons(tmp_path, capsys):
     ],
 )
 def test_wrong_words_are_one_line(words, message, capsys):
-    assert cli.main(["plan", "llama-3.2-1b", *words.split()]) == 1
+    assert cli.main(["plan", "llama-3.2-1b", *words.split()]) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.out == ""
 
@@ -100,7 +100,7 @@ def test_without_a_target_it_is_this_machines_gpu(monkeypatch, capsys):
     _, answer = ask(capsys, "llama-3.2-1b", "--memory", "96gb")
     assert (answer["chip"]["cores"], answer["memory_gb"]) == (38, 96)
     assert (answer["notes"], answer["this_machine"]) == ([], False)
-    assert cli.main(["plan", "llama-3.2-1b", "--memory", "12gb"]) == 1
+    assert cli.main(["plan", "llama-3.2-1b", "--memory", "12gb"]) == 2
     assert "none has 12 GB" in capsys.readouterr().err
 
 

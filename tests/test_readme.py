@@ -98,7 +98,7 @@ RUNS = {
         "Generation: 4 tokens", "--max-tokens 4"
     ),
     "husky eval --model smollm2 --recipes 4bit,4bit-uniform,auto --budget 4.5 "
-    "--rounding rtn,gptq": Run("KL", f"{FEW} --recipes 4bit"),
+    "--rounding rtn,gptq": Run("KL", f"{FEW} --recipes 4bit,auto"),
     "husky eval --model mistral.hky --compare mistral.hky/builds/m3pro-4bit --json found.json "
     "--plot kl.png": Run("KL", "--length 16 --tokens 16 --no-speed"),
     "husky eval --tokens 512 --recipes 3bit-uniform --rounding rtn,gptq,awq": Run("KL", OURS),

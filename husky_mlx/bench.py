@@ -126,15 +126,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(f"--temp must be a number from 0 up, found {args.temp}")
     if not 0 < args.top_p <= 1:
         raise UsageError(f"--top-p must be above 0 and at most 1, found {args.top_p}")
-    if args.prompt_file is not None:
-        if args.shape:
-            raise UsageError("--prompt-file needs --model: a --shape has no tokenizer for texts")
-        if not Path(args.prompt_file).is_file():
-            raise HuskyError(f"--prompt-file {args.prompt_file}: no such file")
-        try:
-            Path(args.prompt_file).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise HuskyError(f"--prompt-file {args.prompt_file}: not UTF-8: {error}") from error
+    if args.prompt_file is not None and args.shape:
+        raise UsageError("--prompt-file needs --model: a --shape has no tokenizer for texts")
     tokens = max(args.prompt_tokens or [0]) * max(args.batch_size)
     if tokens > MOST_TOKENS:
         raise UsageError(f"{tokens:,} tokens in a prompt, -p times -b: at most {MOST_TOKENS:,}")
@@ -152,7 +145,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "prompt_tokens": args.prompt_tokens,
         "generation_tokens": args.generation_tokens,
         "batch": args.batch_size,
-        "prompt_file": args.prompt_file and str(Path(args.prompt_file).resolve()),
+        "prompt_file": args.prompt_file and str(Path(args.prompt_file).absolute()),
         "num_trials": args.num_trials,
         "temp": args.temp,
         "top_p": args.top_p,

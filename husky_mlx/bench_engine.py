@@ -1,9 +1,9 @@
 """One engine of ``husky bench``: a process that loads a model once and times trials on request.
 
 It speaks JSON lines. In: the specification, then one line a request: ``{"prompts": [ids, ...],
-"generation_tokens": n}`` for a trial, ``{"tokenize": file}`` for the ids of a text; the end of the
-input ends the process. Out: one line about the loaded model, then one line a request, or
-``{"error": ...}`` as the last line. All other output goes to stderr.
+"generation_tokens": n}`` for a trial, ``{"tokenize": text}`` for its ids; the end of the input ends
+the process. Out: one line about the loaded model, then one line a request, or ``{"error": ...}`` as
+the last line. All other output goes to stderr.
 
 Stock mlx-lm runs in its fastest dtype: on a GPU the checkpoint's own, on the CPU build float32.
 Measured there (SmolLM2's dimensions, 2 x86 cores, mlx 0.32.4, decode tok/s): at 4 bit float32 9.8,
@@ -22,7 +22,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import IO, Any
 
 import mlx.core as mx
@@ -114,14 +113,11 @@ def is_gguf(specification: dict) -> bool:
     )
 
 
-def tokens_of(file: str, tokenizer: Any) -> list[int]:
-    """The token ids of a text file as it is, without a chat template."""
+def tokens_of(text: str, tokenizer: Any) -> list[int]:
+    """The token ids of a text as it is, without a chat template."""
     if tokenizer is None:
         raise HuskyError("--prompt-file needs an engine with a tokenizer for texts: a --model")
-    tokens = tokenizer.encode(Path(file).read_text(encoding="utf-8"))
-    if not tokens:
-        raise HuskyError(f"--prompt-file {file} is empty")
-    return [int(token) for token in tokens]
+    return [int(token) for token in tokenizer.encode(text)]
 
 
 def load_model(specification: dict) -> tuple[nn.Module, Any, dict]:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,6 +147,8 @@ def compare(
     KeyboardInterrupt ends it with the rounds that are complete, if there are any.
     """
     switches.check()
+    file = settings["prompt_file"]
+    text = None if file is None else _text_of(file)
     with contextlib.ExitStack() as running:
         engines: dict[str, EngineProcess] = {}
         loaded: dict[str, dict[str, Any]] = {}
@@ -158,7 +161,7 @@ def compare(
             plan = loaded[name]["plan"].replace("\n", "; ")
             notice(f"{name}: loaded in {loaded[name]['load_s']:.1f} s: {plan}")
         names = in_order(engines)
-        done, prompts = _prepare(settings, engines, loaded)
+        done, prompts = _prepare(settings, engines, loaded, text)
         roofs = [roofs_apart()]
         bystanders = Bystanders([engine.process.pid for engine in engines.values()])
         cases: list[dict[str, Any]] = []
@@ -234,12 +237,24 @@ def _left_out(
     return None
 
 
+def _text_of(file: str) -> str:
+    """What the file of ``--prompt-file`` holds. Raises HuskyError where it cannot be read."""
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise HuskyError(f"--prompt-file {file}: not UTF-8: {error}") from error
+    except OSError as error:
+        raise HuskyError(f"--prompt-file {file}: cannot be read: {error.strerror}") from error
+
+
 def _prepare(
     settings: Mapping[str, Any],
     engines: Mapping[str, EngineProcess],
     loaded: Mapping[str, dict[str, Any]],
+    text: str | None,
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """The settings with what was left open, and a prompt of the longest length a sequence."""
+    """The settings with what was left open, and a prompt of the longest length a sequence: the
+    beginning of ``text``, or random tokens for None."""
     first = next(iter(engines))
     target = loaded[first]["target"]
     prompt, generated = DEFAULT_LENGTHS[target]
@@ -250,13 +265,15 @@ def _prepare(
         "num_trials": settings["num_trials"] or DEFAULT_ROUNDS[target],
     }
     sequences = max(done["batch"])
-    if settings["prompt_file"]:
+    if text is not None:
         reader = next((name for name in engines if ENGINES[name].backend != LLAMA_CPP), None)
         if reader is None:
             raise UsageError(
                 f"--prompt-file needs an engine besides {LLAMA_CPP}, whose tokenizer reads it"
             )
-        tokens = engines[reader].ask({"tokenize": settings["prompt_file"]})["tokens"]
+        tokens = engines[reader].ask({"tokenize": text})["tokens"]
+        if not tokens:
+            raise HuskyError(f"--prompt-file {settings['prompt_file']} is empty")
         done["prompt_tokens"] = settings["prompt_tokens"] or [len(tokens)]
         if max(done["prompt_tokens"]) > len(tokens):
             raise HuskyError(

@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -377,7 +378,22 @@ def test_a_prompt_file_is_read_by_the_model_and_cut(fake_engines, tmp_path, monk
         bench_run.compare(["husky"], SETTINGS | settings | {"prompt_tokens": [5]})
     monkeypatch.setattr(sys, "argv", ["bench", "--prompt-file", str(tmp_path / "none")])
     assert bench.main() == 1
-    assert "no such file" in capsys.readouterr().err
+    assert "none: cannot be read: No such file" in capsys.readouterr().err
+
+
+def test_a_prompt_file_is_read_once_and_may_be_a_pipe(fake_engines, tmp_path):
+    log = fake_engines()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=("one two",), daemon=True)
+    writer.start()
+    settings = {"prompt_file": str(pipe), "prompt_tokens": None, "num_trials": 1}
+    bench_run.compare(["husky"], SETTINGS | settings)
+    assert log()[-1]["request"]["prompts"] == [[7, 8]]
+    pipe.unlink()
+    pipe.write_text("")
+    with pytest.raises(HuskyError, match="pipe is empty"):
+        bench_run.compare(["husky"], SETTINGS | settings)
 
 
 def test_llama_cpp_is_not_asked_to_read_the_prompt_file(fake_engines, tmp_path):

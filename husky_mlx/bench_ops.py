@@ -21,7 +21,7 @@ from husky_mlx.bench_ops_cases import OPS, Case, Cases
 from husky_mlx.bench_ops_timing import SHORT, Chain, Stopwatch, floor, launches_of
 from husky_mlx.bench_report import describe_run, summarise
 from husky_mlx.bench_run import SEED, interleave
-from husky_mlx.bench_table import cell, print_rows
+from husky_mlx.bench_table import cell, noisy_words, print_rows, spread_words
 from husky_mlx.errors import HuskyError, UsageError
 from husky_mlx.loading import build_model
 from husky_mlx.model import Model
@@ -235,8 +235,7 @@ def print_table(result: Mapping[str, Any]) -> None:
     print(", ".join(f"{name} {number}" for name, number in result["versions"].items()))
     print(f"MLX's copy: {cell(copy)} GB/s")
     print("floor: an empty kernel; host: handing one over; stock: the MLX operations of mlx-lm")
-    spread = ", the spread is unknown" if rounds == 1 else " (min to max); ! marks over 10 %"
-    print(f"microseconds a launch on cold weights, medians{spread}\n")
+    print(f"us: microseconds a launch, on cold weights\n{spread_words(rounds)}\n")
     header = ["", "shape", "weights", "us", "GB/s", "% of copy", "stock us", "stock / ours"]
     print_rows([*header, "floor", "host"], rows)
     if any(case["ordered"] for case in cases):
@@ -244,7 +243,7 @@ def print_table(result: Mapping[str, Any]) -> None:
     if any(_host_bound(case) for case in cases):
         print("\n> the host needs longer than the GPU: alone this would wait for it")
     if result["noisy"]:
-        print(f"\nspread over 10 %: {', '.join(result['noisy'])}. Is the machine busy?")
+        print(f"\n{noisy_words(result['noisy'])}")
 
 
 def _row(case: Mapping[str, Any]) -> list[str]:

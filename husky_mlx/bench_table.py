@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from husky_mlx.bench_report import BASELINE, FIGURES
+from husky_mlx.bench_report import BASELINE, FIGURES, NOISY_SPREAD
 
 MAIN_RATIO = f"husky / {BASELINE}"
 
@@ -38,19 +38,15 @@ def print_table(result: Mapping[str, Any], *, markdown: bool = False) -> None:
         f"{f'bfloat16 products: {rates} TFLOP/s; ' if rates else ''}"
         f"others used {result['busy_share']:.0%}"
     )
-    if rounds == 1:
-        lines.append("one round: the spread is unknown, -n 5 shows it")
-    else:
-        lines.append(
-            "median (min to max); ! marks a spread over 10 %; ratios are medians over rounds"
-        )
+    ratios = "" if rounds == 1 else "; ratios are medians over rounds"
+    lines.append(spread_words(rounds) + ratios)
     print(end.join(lines))
     for number, case in enumerate(result["cases"]):
         print(f"\n{_title(case)}\n")
         rows = _case_rows(case, result["engines"], cold=number == 0)
         print_rows(*rows, markdown=markdown)
         if case["noisy"]:
-            print(f"\n{len(case['noisy'])} figures spread over 10 %, those with !: a busy machine?")
+            print(f"\n{noisy_words(case['noisy'])}")
     if result["interrupted"]:
         print("\ninterrupted: these are the rounds that were complete")
     if result["busy"]:
@@ -128,6 +124,19 @@ def _median(ratio: Mapping[str, Any] | None) -> str:
 
 def _figure(figure: Mapping[str, Any] | None, digits: int) -> str:
     return "" if figure is None else cell(figure, digits)
+
+
+def spread_words(rounds: int) -> str:
+    """What cells of so many rounds show, for above a table."""
+    if rounds == 1:
+        return "one round: the spread is unknown, -n 5 shows it"
+    return f"medians (min to max); ! marks a spread over {100 * NOISY_SPREAD:.0f} %"
+
+
+def noisy_words(noisy: Collection[str]) -> str:
+    """What to think of the figures of this table that ``cell`` marks, for below it."""
+    figures = "1 figure spreads" if len(noisy) == 1 else f"{len(noisy)} figures spread"
+    return f"{figures} over {100 * NOISY_SPREAD:.0f} %, marked by !: is the machine busy?"
 
 
 def cell(figure: Mapping[str, Any], digits: int = 1) -> str:

@@ -470,7 +470,7 @@ def test_table_by_hand(capsys):
     ]
     assert "> the host needs longer than the GPU" in out
     assert "+ with" not in out
-    assert "spread over 10 %: o_proj_add 2048x2048 stock_us" in out
+    assert "\n1 figure spreads over 10 %, marked by !: is the machine busy?\n" in out
 
 
 def test_on_the_cpu_there_is_nothing_to_time(monkeypatch, capsys):

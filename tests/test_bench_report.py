@@ -56,7 +56,9 @@ def test_table_has_every_figure_and_marks_noise(fake_engines, monkeypatch, capsy
     assert lines["trials a round"].split()[3:] == ["1", "1"]
     # The fake's first trial takes 1 ms.
     assert lines["first token cold, ms"].split()[4:] == ["1.0", "1.0"]
-    assert "figures spread over 10 %, those with !" in table
+    assert "medians (min to max); ! marks a spread over 10 %; " in table
+    marked = table.count(" !  ") + table.count(" !\n")
+    assert f"\n{marked} figures spread over 10 %, marked by !: is the machine busy?\n" in table
     assert "\x1b" not in table
 
 

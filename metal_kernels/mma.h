@@ -2,7 +2,7 @@
 
 // 16 bytes that are read once: past the first cache, so that x and the scales stay there. Volatile
 // keeps the loads where they are written, ahead of the barriers and the work that hide them.
-inline vec<uint, 4> load_once(const device vec<uint, 4>* words) {
+inline vec<uint, 4> load_once(const device uint* words) {
   uint a, b, c, d;
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(a), "=r"(b), "=r"(c), "=r"(d)

@@ -59,11 +59,11 @@ struct MmaBatch {
   uint biases[TILES][2][Shape::RUNS][Shape::RUN_WORDS];
 };
 
-// Where a lane reads its part of each of its rows: 16 bytes of weights, and entries of scales, counted
-// from the matrix's first. An address is then one multiplication.
+// Where a lane reads its part of each of its rows: words of weights and entries of scales, counted
+// from the matrix's first in 32 bits. An address is then one multiplication.
 template <typename T, int TILES>
 struct MmaRows {
-  const device vec<uint, 4>* weight;
+  const device uint* weight;
   const device T* scales;
   const device T* biases;
   uint words[TILES][2];
@@ -81,14 +81,14 @@ inline void find_rows(
     uint second,
     uint lane,
     thread MmaRows<T, TILES>& rows) {
-  rows.weight = reinterpret_cast<const device vec<uint, 4>*>(weight);
+  rows.weight = weight;
   rows.scales = scales;
   rows.biases = biases;
 #pragma unroll
   for (int i = 0; i < TILES * 2; i++) {
     const uint start = i % 2 == 0 ? first : second;
     const uint row = min(start + i / 2 * 8 + lane / 4, uint(N - 1));
-    rows.words[i / 2][i % 2] = row * (K * BITS / 128) + lane % 4;
+    rows.words[i / 2][i % 2] = row * (K * BITS / 32) + lane % 4 * 4;
     rows.entries[i / 2][i % 2] = row * (K / GROUP);
   }
 }
@@ -104,13 +104,13 @@ inline void load_batch(
   typedef MmaShape<T, BITS, GROUP, K, M, UNROLL> Shape;
 #pragma unroll
   for (int i = 0; i < TILES * 2; i++) {
-    const device vec<uint, 4>* words =
-        rows.weight + (rows.words[i / 2][i % 2] + uint(batch) * (UNROLL * 4));
+    const device uint* words =
+        rows.weight + (rows.words[i / 2][i % 2] + uint(batch) * (UNROLL * 16));
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
       const int k = batch * Shape::BATCH + u * Shape::CHUNK + team * Shape::VALUES;
       if (Shape::WHOLE || k < K) {
-        out.weights[u][i / 2][i % 2] = load_once(words + u * 4);
+        out.weights[u][i / 2][i % 2] = load_once(words + u * 16);
       } else {
         out.weights[u][i / 2][i % 2] = vec<uint, 4>(0u);
       }

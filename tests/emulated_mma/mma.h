@@ -2,8 +2,8 @@
 // multiply is spelled out from the fragment layout in NVIDIA's PTX manual (mma.m16n8k16).
 #include "words.h"
 
-inline vec<uint, 4> load_once(const device vec<uint, 4>* words) {
-  return *words;
+inline vec<uint, 4> load_once(const device uint* words) {
+  return *reinterpret_cast<const device vec<uint, 4>*>(words);
 }
 
 inline vec<uint, 4> load_shared_words(const device uint* words) {

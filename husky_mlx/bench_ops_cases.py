@@ -127,9 +127,10 @@ class Cases:
         rotate = rotation(config.rope, config.head_dim)
 
         def ours(number: int, x: mx.array, keys: mx.array, values: mx.array) -> tuple:
-            matrix = made.layers[number % copies].qkv
+            layer = made.layers[number % copies]
             queries = rms_qkv_rope_append_kernel(
-                x, eps, matrix, made.heads, keys, values, place, False, self._platform
+                *(x, eps, layer.qkv, made.heads, layer.head_norms),
+                *(keys, values, place, False, self._platform),
             )
             return queries, keys, values
 
@@ -140,6 +141,8 @@ class Cases:
                 project(normed).reshape(1, m, -1, config.head_dim).transpose(0, 2, 1, 3)
                 for project in projections(layer, "qkv")
             )
+            if config.qk_norm:
+                q, k = layer.self_attn.q_norm(q), layer.self_attn.k_norm(k)
             # Other handles: assigning items changes the one that they are assigned to.
             keys, values = keys[...], values[...]
             keys[..., SLOT : SLOT + m, :] = rotate(k, offset=SLOT)

@@ -66,13 +66,15 @@ class Copies:
 
     def _layer(self, template: nn.Module, group: str) -> nn.Module:
         layer = nn.Module()
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            layer[norm] = copy.copy(template[norm])
+        layer.self_attn, layer.mlp = nn.Module(), nn.Module()
+        norms = [(layer, template, f"{name}_layernorm") for name in ("input", "post_attention")]
+        if self.config.qk_norm:
+            norms += [(layer.self_attn, template.self_attn, name) for name in ("q_norm", "k_norm")]
+        for owner, source, norm in norms:
+            owner[norm] = copy.copy(source[norm])
             # Both sides compute in the weights' dtype, whatever the norm is stored in.
-            layer[norm].weight = template[norm].weight.astype(self.dtype)
+            owner[norm].weight = source[norm].weight.astype(self.dtype)
         for name, (holder, members) in FUSIONS.items():
-            if holder not in layer:
-                layer[holder] = nn.Module()
             for member in members:
                 kept = name == group
                 source = template[holder][member]

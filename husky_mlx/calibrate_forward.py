@@ -81,6 +81,11 @@ class FloatLlama:
 
         y = self._norm(x, weights[f"{prefix}.input_layernorm.weight"])
         q, k, v = linear(y, *(f"{attention}.{name}_proj" for name in "qkv"))
+        if self.config.qk_norm:
+            q, k = (
+                self._norm_heads(part, weights[f"{attention}.{name}_norm.weight"])
+                for part, name in ((q, "q"), (k, "k"))
+            )
         x = x + linear(self._attend(index, q, k, v), f"{attention}.o_proj")[0]
         y = self._norm(x, weights[f"{prefix}.post_attention_layernorm.weight"])
         gate, up = linear(y, f"{mlp}.gate_proj", f"{mlp}.up_proj")
@@ -112,6 +117,11 @@ class FloatLlama:
     def _norm(self, x: Array, weight: Array) -> Array:
         mean = (x * x).mean(axis=-1, keepdims=True)
         return x / self.xp.sqrt(mean + self.config.rms_norm_eps) * weight
+
+    def _norm_heads(self, x: Array, weight: Array) -> Array:
+        """RMS norm of each head of (sequences, length, heads * dims)."""
+        heads = x.reshape(*x.shape[:2], -1, self.config.head_dim)
+        return self._norm(heads, weight).reshape(x.shape)
 
     def _attend(self, index: int, q: Array, k: Array, v: Array) -> Array:
         """Queries, keys and values (sequences, length, heads * dims) -> the queries' shape."""

@@ -9,7 +9,30 @@ from typing import Any
 from husky_mlx.errors import CheckpointError, UnsupportedModel
 from husky_mlx.rope import Rope, is_positive, parse_rope
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral")
+
+@dataclass(frozen=True)
+class _Family:
+    """What a model type has besides what its config says, in mlx-lm and transformers alike.
+
+    ``query_bias``: biases of q, k and v but not of o, whatever the config says. ``theta``: the
+    rotary base of a config without one. ``windows``: whether a ``sliding_window`` is one of all
+    layers ("always"), never or where ``use_sliding_window`` is true, then of the layers from
+    ``max_window_layers`` on ("asked").
+    """
+
+    query_bias: bool = False
+    qk_norm: bool = False
+    theta: float = 10000.0
+    windows: str = "never"
+
+
+_FAMILIES = {
+    "llama": _Family(),
+    "mistral": _Family(windows="always"),
+    "qwen2": _Family(query_bias=True, theta=1000000.0, windows="asked"),
+    "qwen3": _Family(qk_norm=True, theta=1000000.0, windows="asked"),
+}
+SUPPORTED_MODEL_TYPES = tuple(_FAMILIES)
 LAYER_TYPES = ("full_attention", "sliding_attention")
 MAX_LAYERS = 10_000
 MAX_SIZE = 2**31 - 1  # MLX counts a dimension in 32 bits
@@ -58,8 +81,10 @@ class LlamaConfig:
     layer_types: tuple[str, ...]
     sliding_window: int | None = None
     max_position_embeddings: int | None = None
-    attention_bias: bool = False
+    attention_bias: bool = False  # of q, k and v
+    output_bias: bool = False  # of o
     mlp_bias: bool = False
+    qk_norm: bool = False  # RMS norm of each head of q and k before the rotation
     tie_word_embeddings: bool = True
 
     @classmethod
@@ -77,8 +102,9 @@ class LlamaConfig:
             found = f"model_type is {model_type!r}, supported are {SUPPORTED_MODEL_TYPES}"
             raise UnsupportedModel(source, [found])
 
+        family = _FAMILIES[model_type]
         sizes, malformed = _sizes(config)
-        rope, rope_malformed, unsupported = parse_rope(config)
+        rope, rope_malformed, unsupported = parse_rope(config, family.theta)
         malformed += rope_malformed
         unsupported += [
             f"{field} is {config[field]!r}, supported is {plain[-1]!r}"
@@ -114,8 +140,10 @@ class LlamaConfig:
             layer_types=layer_types,
             sliding_window=window,
             max_position_embeddings=trained,
-            attention_bias=bool(config.get("attention_bias")),
+            attention_bias=bool(config.get("attention_bias")) or family.query_bias,
+            output_bias=bool(config.get("attention_bias")) and not family.query_bias,
             mlp_bias=bool(config.get("mlp_bias")),
+            qk_norm=family.qk_norm,
             tie_word_embeddings=True if tied is None else bool(tied),
         )
 
@@ -212,13 +240,21 @@ def _attention_kinds(
 ) -> tuple[tuple[str, ...], int | None]:
     layers = sizes.get("num_hidden_layers", 0)
     window = config.get("sliding_window")
-    if config.get("use_sliding_window") is False:
+    windows = _FAMILIES[config["model_type"]].windows
+    asked = config.get("use_sliding_window")
+    if asked is False or (asked is None and windows == "asked"):
         window = None
     kinds = config.get("layer_types")
     if kinds is None:
-        # transformers trains Mistral with the window on every layer; LlamaForCausalLM has none.
-        slides = window is not None and config.get("model_type") == "mistral"
-        kinds = ["sliding_attention" if slides else "full_attention"] * layers
+        # As transformers trains them; mlx-lm has no windows here.
+        first = {"always": 0, "never": layers, "asked": config.get("max_window_layers", 28)}[
+            windows
+        ]
+        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+            malformed.append(f"max_window_layers must be a whole number, found {first!r}")
+            first = layers
+        first = layers if window is None else min(first, layers)
+        kinds = ["full_attention"] * first + ["sliding_attention"] * (layers - first)
     if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
         malformed.append(f"layer_types must be a list of names, found {kinds!r}")
         return (), None

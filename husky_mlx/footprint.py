@@ -152,7 +152,10 @@ def footprint(
 
 def part_of(path: str) -> str:
     """The part that a parameter belongs to, by its name in mlx-lm."""
-    return next((part for word, part in _PARTS.items() if word in path.split(".")), NORMS)
+    words = path.split(".")
+    if words[-1].endswith("norm"):
+        return NORMS
+    return next((part for word, part in _PARTS.items() if word in words), NORMS)
 
 
 def _stored_bytes(values: int, settings: Mapping[str, Any], itemsize: int) -> int:

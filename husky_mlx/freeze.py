@@ -202,6 +202,7 @@ class StepGraph:
                 layer.input_norm,
                 eps,
                 layer.qkv,
+                layer.head_norms,
                 self.rotate,
                 keys[i],
                 values[i],

@@ -1,4 +1,5 @@
-"""The decode step made of fused kernels: five launches a layer, keys and values written in place.
+"""The decode step made of fused kernels: five launches a layer, six with norms of heads, keys and
+values written in place.
 
 The same step as ``freeze.StepGraph``, which is its twin in plain ``mx`` code.
 """
@@ -12,7 +13,7 @@ import mlx.core as mx
 
 from husky_mlx.buffers import check_layout
 from husky_mlx.config import LlamaConfig
-from husky_mlx.matrix import Matrix, matrix_of
+from husky_mlx.matrix import Heads, Matrix, matrix_of
 from husky_mlx.ops.attention_decode import attention_decode_kernel
 from husky_mlx.ops.down_add import down_add_kernel
 from husky_mlx.ops.embed import embed_kernel
@@ -20,7 +21,7 @@ from husky_mlx.ops.gemv import Platform
 from husky_mlx.ops.o_proj_add import o_proj_add_kernel
 from husky_mlx.ops.rms_gate_up_swiglu import rms_gate_up_swiglu_kernel
 from husky_mlx.ops.rms_lm_head import rms_lm_head_argmax_kernel, rms_lm_head_kernel
-from husky_mlx.ops.rms_qkv_rope_append import Heads, rms_qkv_rope_append_kernel
+from husky_mlx.ops.rms_qkv_rope_append import rms_qkv_rope_append_kernel
 from husky_mlx.pack import FUSIONS, Projections, StepWeights
 from husky_mlx.places import LAST, MAX_ROWS, advance
 from husky_mlx.plan import Plan
@@ -34,12 +35,13 @@ ORDER_SIZE = 8  # smaller inputs are in another address space on Metal
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """One transformer layer as the kernels take it."""
+    """One transformer layer as the kernels take it; ``head_norms`` as in ``LayerWeights``."""
 
     qkv: Matrix
     o_proj: Matrix
     gate_up: Matrix
     down_proj: Matrix
+    head_norms: tuple[mx.array, mx.array] | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,10 @@ def fused_weights(config: LlamaConfig, weights: StepWeights) -> FusedWeights | s
         embedding = matrix("embed_tokens", weights.table)
         layers = [
             FusedLayer(
-                **{group: matrix(f"layers.{i}.{group}", getattr(layer, group)) for group in FUSIONS}
+                **{
+                    group: matrix(f"layers.{i}.{group}", getattr(layer, group)) for group in FUSIONS
+                },
+                head_norms=_in_dtype(layer.head_norms, embedding.dtype),
             )
             for i, layer in enumerate(weights.layers)
         ]
@@ -86,6 +91,16 @@ def fused_weights(config: LlamaConfig, weights: StepWeights) -> FusedWeights | s
         traditional=config.rope.traditional,
     )
     return FusedWeights(embedding=embedding, layers=layers, head=head, heads=heads)
+
+
+def _in_dtype(
+    norms: tuple[mx.array, mx.array] | None, dtype: mx.Dtype
+) -> tuple[mx.array, mx.array] | None:
+    if norms is None:
+        return None
+    q, k = (norm.astype(dtype) for norm in norms)
+    mx.eval(q, k)
+    return q, k
 
 
 class _NoKernel(Exception):
@@ -172,6 +187,7 @@ class FusedGraph:
                 eps,
                 layer.qkv,
                 self.weights.heads,
+                layer.head_norms,
                 keys[i],
                 values[i],
                 places[kind],

@@ -41,6 +41,16 @@ class Matrix:
         return {"T": self.dtype, "BITS": self.bits, "GROUP": self.group_size}
 
 
+@dataclass(frozen=True)
+class Heads:
+    """How the rows of a fused qkv matrix make heads, and which elements are rotated together."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    traditional: bool
+
+
 def matrix_of(source: Projections) -> Matrix | str:
     """The Matrix of a fused buffer; else the reason why there is none."""
     if not isinstance(source, Fused):

@@ -65,13 +65,19 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(hidden, config.query_size, bias=bias)
         self.k_proj = nn.Linear(hidden, config.key_value_size, bias=bias)
         self.v_proj = nn.Linear(hidden, config.key_value_size, bias=bias)
-        self.o_proj = nn.Linear(config.query_size, hidden, bias=bias)
+        self.o_proj = nn.Linear(config.query_size, hidden, bias=config.output_bias)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self._rotate = rotation(config.rope, config.head_dim)
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         B, L, _ = x.shape
-        q = self.q_proj(x).reshape(B, L, self.n_heads, self.head_dim).swapaxes(1, 2)
-        k = self.k_proj(x).reshape(B, L, self.n_kv_heads, self.head_dim).swapaxes(1, 2)
+        q = self.q_proj(x).reshape(B, L, self.n_heads, self.head_dim)
+        k = self.k_proj(x).reshape(B, L, self.n_kv_heads, self.head_dim)
+        if "q_norm" in self:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = q.swapaxes(1, 2), k.swapaxes(1, 2)
         v = self.v_proj(x).reshape(B, L, self.n_kv_heads, self.head_dim).swapaxes(1, 2)
         offset = 0 if cache is None else cache.offset
         q, k = self._rotate(q, offset=offset), self._rotate(k, offset=offset)
@@ -220,9 +226,7 @@ class Model(Tracked):
         args = self.args
         if len(self.layers) != args.num_hidden_layers:
             return f"{len(self.layers)} layers instead of {args.num_hidden_layers}"
-        modules: dict[str, tuple[nn.Module, type[nn.Module]]] = {
-            "norm": (self.model.norm, nn.RMSNorm)
-        }
+        modules: dict[str, tuple[Any, type[nn.Module]]] = {"norm": (self.model.norm, nn.RMSNorm)}
         for i, layer in enumerate(self.layers):
             if type(layer) is not TransformerBlock:
                 return f"layers.{i} is a {type(layer).__name__}"
@@ -235,6 +239,9 @@ class Model(Tracked):
                     nn.RMSNorm,
                 ),
             }
+            for name in ("q_norm", "k_norm") if args.qk_norm else ():
+                path = f"layers.{i}.self_attn.{name}"
+                modules[path] = layer.self_attn.get(name), nn.RMSNorm
         constants = {
             nn.RMSNorm: ("eps", args.rms_norm_eps),
             Attention: ("scale", args.attention_scale),

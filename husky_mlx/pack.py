@@ -235,10 +235,14 @@ def _storage(module: nn.Module) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One transformer layer as the decode step takes it."""
+    """One transformer layer as the decode step takes it.
+
+    ``head_norms``: weights (head_dim,) of the norms of q's and k's heads, where there are any.
+    """
 
     input_norm: mx.array
     qkv: Projections
+    head_norms: tuple[mx.array, mx.array] | None
     o_proj: Projections
     post_norm: mx.array
     gate_up: Projections
@@ -276,6 +280,7 @@ def pack(
         LayerWeights(
             input_norm=layer.input_layernorm.weight,
             post_norm=layer.post_attention_layernorm.weight,
+            head_norms=_head_norms(layer.self_attn),
             **{group: made[f"layers.{i}.{group}"] for group in FUSIONS},
         )
         for i, layer in enumerate(model.layers)
@@ -289,6 +294,12 @@ def pack(
         head = table
     mx.clear_cache()
     return StepWeights(model.model.embed_tokens, table, layers, model.model.norm.weight, head)
+
+
+def _head_norms(attention: nn.Module) -> tuple[mx.array, mx.array] | None:
+    if "q_norm" not in attention:
+        return None
+    return attention.q_norm.weight, attention.k_norm.weight
 
 
 Group = tuple[str, list[nn.Module], mx.array | None, dict[str, mx.array]]

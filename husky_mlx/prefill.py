@@ -15,7 +15,6 @@ from husky_mlx.config import LlamaConfig
 from husky_mlx.fused import ORDER_SIZE
 from husky_mlx.ops.embed import embed
 from husky_mlx.ops.rms_lm_head import rms_lm_head_argmax_kernel
-from husky_mlx.ops.rope_append import rope_append_kernel
 from husky_mlx.places import make_place
 from husky_mlx.plan import Plan
 from husky_mlx.products import Products
@@ -86,12 +85,10 @@ class Prefill:
         ids = tokens[0].astype(mx.int32)
         x = embed(mx.pad(ids, (0, rows - length)), products.weights.embedding)
         qkv = products.into_attention(0, x)
-        for i, layer in enumerate(self._layers):
+        for i in range(len(self._layers)):
             keys, values = caches[i].buffers()
             check_layout(keys, heads.kv_heads, heads.head_dim, sequences=1)
-            queries = rope_append_kernel(
-                qkv, layer.qkv, heads, keys, values, place, products.platform
-            )
+            queries = products.rope_append(i, qkv, keys, values, place)
             end = start + rows
             final = i == len(self._layers) - 1
             if final:

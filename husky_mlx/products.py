@@ -16,6 +16,7 @@ from husky_mlx.kernels import Prepared
 from husky_mlx.matrix import Matrix
 from husky_mlx.ops.dequantize import prepare_dequantize
 from husky_mlx.ops.gemv import Platform
+from husky_mlx.ops.rope_append import norm_rope_append_kernel, rope_append_kernel
 from husky_mlx.ops.swiglu import swiglu_kernel
 from husky_mlx.pack import Fused, Projections, StepWeights
 
@@ -48,6 +49,19 @@ class Products:
         """The residual before layer ``i`` -> its q, k and v side by side (L, rows of qkv)."""
         matrix = self.matrices.layers[i].qkv
         return self._multiply(self.weights.layers[i].qkv, matrix, self._norm(x, matrix))
+
+    def rope_append(
+        self, i: int, qkv: mx.array, keys: mx.array, values: mx.array, place: mx.array
+    ) -> mx.array:
+        """q, k and v of layer ``i`` (L, rows of qkv) -> queries (1, heads, L, head_dim); the rest
+        goes to ``keys`` and ``values``, see ``ops.rope_append``."""
+        layer, heads = self.matrices.layers[i], self.matrices.heads
+        where = keys, values, place, self.platform
+        if layer.head_norms is None:
+            return rope_append_kernel(qkv, layer.qkv, heads, *where)
+        return norm_rope_append_kernel(
+            qkv, layer.qkv, heads, layer.head_norms, self.eps, *where, prompt=True
+        )
 
     def after_attention(
         self, i: int, x: mx.array, attended: mx.array, hand_over: HandOver

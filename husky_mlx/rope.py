@@ -63,8 +63,10 @@ def is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def parse_rope(config: Mapping[str, Any]) -> tuple[Rope | None, list[str], list[str]]:
-    """Read the rotary embedding of a config.json.
+def parse_rope(
+    config: Mapping[str, Any], theta: float = 10000.0
+) -> tuple[Rope | None, list[str], list[str]]:
+    """Read the rotary embedding of a config.json; ``theta`` is the base where it has none.
 
     Returns ``(rope, malformed, unsupported)``: rope is None where one of the lists of sentences is
     not empty. ``rope_parameters`` (transformers 5) wins over ``rope_scaling`` where both stand.
@@ -76,9 +78,9 @@ def parse_rope(config: Mapping[str, Any]) -> tuple[Rope | None, list[str], list[
         return None, [f"{field} must be an object, found {scaling!r}"], []
 
     given = (scaling.get("rope_theta"), config.get("rope_theta"))
-    theta = next((value for value in given if value is not None), 10000.0)
-    if not is_positive(theta):
-        return None, [f"rope_theta must be a number above 0, found {theta!r}"], []
+    base = next((value for value in given if value is not None), theta)
+    if not is_positive(base):
+        return None, [f"rope_theta must be a number above 0, found {base!r}"], []
     rotated = scaling.get("partial_rotary_factor")
     if rotated not in (None, 1):
         found = f"{field}.partial_rotary_factor is {rotated!r}, supported is 1"
@@ -94,7 +96,7 @@ def parse_rope(config: Mapping[str, Any]) -> tuple[Rope | None, list[str], list[
     if kind not in SUPPORTED_ROPE_TYPES:
         return None, [], [f"{field}.rope_type is {kind!r}, supported are {SUPPORTED_ROPE_TYPES}"]
     if kind == "default":
-        return Rope(theta=float(theta), traditional=traditional), [], []
+        return Rope(theta=float(base), traditional=traditional), [], []
 
     constants: dict[str, Any] = {}
     malformed = []
@@ -109,7 +111,7 @@ def parse_rope(config: Mapping[str, Any]) -> tuple[Rope | None, list[str], list[
             malformed.append(f"{field}.{name} must be a number above 0, found {value!r}")
         elif value is not None:
             constants[name] = value
-    rope = Rope(kind=kind, theta=float(theta), traditional=traditional, **constants)
+    rope = Rope(kind=kind, theta=float(base), traditional=traditional, **constants)
     if not malformed and rope.high_freq_factor <= rope.low_freq_factor:
         malformed.append(
             f"{field}.high_freq_factor must be above low_freq_factor, "

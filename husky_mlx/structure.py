@@ -80,7 +80,7 @@ def expected_shapes(
         "self_attn.q_proj": (config.query_size, hidden, config.attention_bias),
         "self_attn.k_proj": (config.key_value_size, hidden, config.attention_bias),
         "self_attn.v_proj": (config.key_value_size, hidden, config.attention_bias),
-        "self_attn.o_proj": (hidden, config.query_size, config.attention_bias),
+        "self_attn.o_proj": (hidden, config.query_size, config.output_bias),
         "mlp.gate_proj": (wide, hidden, config.mlp_bias),
         "mlp.up_proj": (wide, hidden, config.mlp_bias),
         "mlp.down_proj": (hidden, wide, config.mlp_bias),
@@ -89,6 +89,8 @@ def expected_shapes(
         prefix = f"model.layers.{layer}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{prefix}.{norm}.weight"] = (hidden,)
+        for norm in ("q_norm", "k_norm") if config.qk_norm else ():
+            shapes[f"{prefix}.self_attn.{norm}.weight"] = (config.head_dim,)
         for name, (rows, columns, bias) in linears.items():
             shapes[f"{prefix}.{name}.weight"] = (rows, columns)
             if bias:

@@ -26,6 +26,9 @@ FIX_A: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 FIX_B = {**FIX_A, "vocab_size": 264, "eos_token_id": 261}
+# The near relatives: biases of q, k and v; a norm of each head of q and k, heads wider than hidden.
+QWEN2 = {**FIX_A, "model_type": "qwen2"}
+QWEN3 = {**FIX_A, "model_type": "qwen3", "head_dim": 32}
 PROMPT = np.random.default_rng(1).integers(3, 96, 40).tolist()
 # Greedy continuation of PROMPT under FIX-A, as published with the cases.
 GREEDY = [60, 3, 68, 93, 84, 68, 93, 84, 68, 93, 84, 68]
@@ -58,16 +61,19 @@ def numpy_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray
     for layer in range(config["num_hidden_layers"]):
         for name, shape in shapes.items():
             weights[f"model.layers.{layer}.{name}.weight"] = draw(*shape)
-    biased = ["self_attn"] * bool(config.get("attention_bias")) + ["mlp"] * bool(
-        config.get("mlp_bias")
-    )
+    biased = ["self_attn."] * bool(config.get("attention_bias"))
+    biased += ["mlp."] * bool(config.get("mlp_bias"))
+    if config["model_type"] == "qwen2":
+        biased = ["self_attn.q", "self_attn.k", "self_attn.v"]
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         for name, (rows, _) in shapes.items():
-            if name.split(".")[0] in biased:
+            if name.startswith(tuple(biased)):
                 weights[f"{prefix}.{name}.bias"] = draw(1, rows, 0.5)[0]
         for norm in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{prefix}.{norm}.weight"] = np.ones(hidden, np.float32)
+        for norm in ("q_norm", "k_norm") if config["model_type"] == "qwen3" else ():
+            weights[f"{prefix}.self_attn.{norm}.weight"] = draw(1, dim, 0.5)[0] + 1
     weights["model.norm.weight"] = np.ones(hidden, np.float32)
     return weights
 

@@ -6,7 +6,16 @@ import mlx.core as mx
 import numpy as np
 import numpy_llama
 import pytest
-from fixtures import FIX_A, model_of, numpy_weights, quantize_weights, write_folder, write_tokenizer
+from fixtures import (
+    FIX_A,
+    QWEN2,
+    QWEN3,
+    model_of,
+    numpy_weights,
+    quantize_weights,
+    write_folder,
+    write_tokenizer,
+)
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.quant.gptq import Catcher
 from mlx_lm.utils import load_tokenizer
@@ -37,6 +46,8 @@ VARIANTS = {
     "llama3": {"rope_scaling": LLAMA3},
     "linear": {"rope_scaling": {"type": "linear", "factor": 4.0}},
     "traditional": {"rope_traditional": True},
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
 }
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from gemv_reference import TOLERANCE, check, exact, normal, random_weights
+from gemv_reference import EPS, TOLERANCE, check, exact, normal, random_weights
 from test_kernels_gemv import rotated
 
 from husky_mlx import chips
-from husky_mlx.matrix import Matrix
+from husky_mlx.matrix import Heads, Matrix
 from husky_mlx.ops.dequantize import dequantize_kernel
 from husky_mlx.ops.gemv import Platform
-from husky_mlx.ops.rms_qkv_rope_append import Heads
-from husky_mlx.ops.rope_append import rope_append_kernel
+from husky_mlx.ops.rope_append import norm_rope_append_kernel, rope_append_kernel
 from husky_mlx.ops.swiglu import swiglu_kernel
 from husky_mlx.places import make_place
 
@@ -49,8 +48,10 @@ def test_a_matrix_written_out(bits, group, rows, columns, dtype):
         (3, 2, 2, 128, True, True),
     ],
 )
-def test_rope_and_append(length, heads, kv_heads, head_dim, traditional, has_bias, dtype):
-    """Queries, and every row of both caches, also those that must be left alone."""
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "norms"])
+def test_rope_and_append(length, heads, kv_heads, head_dim, traditional, has_bias, normed, dtype):
+    """Queries, and every row of both caches, also those that must be left alone; ``normed``: after
+    a norm of each head."""
     rng = np.random.default_rng(head_dim)
     rows, columns = (heads + 2 * kv_heads) * head_dim, 32
     capacity, slot, position = length + 6, 4, 900
@@ -65,16 +66,15 @@ def test_rope_and_append(length, heads, kv_heads, head_dim, traditional, has_bia
     cache_shape = (1, kv_heads, capacity, head_dim)
     keys, values = normal(rng, cache_shape, dtype), normal(rng, cache_shape, dtype)
     wanted_keys, wanted_values = exact(keys), exact(values)
-    queries = rope_append_kernel(
-        qkv,
-        made,
-        Heads(heads, kv_heads, head_dim, traditional),
-        keys,
-        values,
-        make_place(slot, 0, position, None),
-        PLATFORM,
-    )
+    described = Heads(heads, kv_heads, head_dim, traditional)
+    where = keys, values, make_place(slot, 0, position, None), PLATFORM
     y = exact(qkv).reshape(length, -1, head_dim)
+    if normed:
+        norms = normal(rng, (head_dim,), dtype, 0.3, 1.0), normal(rng, (head_dim,), dtype)
+        queries = norm_rope_append_kernel(qkv, made, described, norms, EPS, *where, prompt=True)
+        y = normed_heads(y, heads, norms)
+    else:
+        queries = rope_append_kernel(qkv, made, described, *where)
     positions = np.arange(position, position + length, dtype=np.float32)
     angles = (positions[:, None] * frequencies).astype(np.float64)
     turned = rotated(y[:, : heads + kv_heads], angles, traditional)
@@ -87,6 +87,57 @@ def test_rope_and_append(length, heads, kv_heads, head_dim, traditional, has_bia
     untouched = np.ones(capacity, bool)
     untouched[slot : slot + length] = False
     assert (exact(keys) == wanted_keys)[:, :, untouched].all()
+
+
+def normed_heads(y, heads, norms):
+    """(rows, all heads, head_dim) with each head of q and k after its RMS norm."""
+    q_norm, k_norm = map(exact, norms)
+    kv_heads = (y.shape[1] - heads) // 2
+    scaled = y / np.sqrt((y**2).mean(axis=-1, keepdims=True) + EPS)
+    return np.concatenate(
+        [scaled[:, :heads] * q_norm, scaled[:, heads:-kv_heads] * k_norm, y[:, -kv_heads:]], axis=1
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batched", [False, True], ids=["one sequence", "a batch"])
+def test_norm_rope_and_append_of_a_decode_step(batched, dtype):
+    rng = np.random.default_rng(7)
+    rows, heads, kv_heads, head_dim, capacity, slot = 3, 4, 2, 48, 9, 5
+    all_heads = heads + 2 * kv_heads
+    frequencies = (10000.0 ** (-np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
+    weights = random_weights(rng, all_heads * head_dim, 32, 8, 32, dtype)
+    norm = normal(rng, (32,), dtype)
+    made = matrix(weights, all_heads * head_dim, 32, 8, 32, dtype, norm, mx.array(frequencies))
+    qkv = normal(rng, (rows, all_heads * head_dim), dtype)
+    norms = normal(rng, (head_dim,), dtype, 0.3, 1.0), normal(rng, (head_dim,), dtype)
+    cache_shape = (rows if batched else 1, kv_heads, capacity, head_dim)
+    keys, values = normal(rng, cache_shape, dtype), normal(rng, cache_shape, dtype)
+    wanted_keys, wanted_values = exact(keys), exact(values)
+    positions = [40, 3, 7] if batched else [slot, slot + 1, slot + 2]
+    place = mx.array([slot, 0, 0, 0, *positions, *[0] * 9], mx.int32)
+    queries = norm_rope_append_kernel(
+        qkv,
+        made,
+        Heads(heads, kv_heads, head_dim, False),
+        norms,
+        EPS,
+        keys,
+        values,
+        place,
+        PLATFORM,
+        batched=batched,
+    )
+    y = normed_heads(exact(qkv).reshape(rows, all_heads, head_dim), heads, norms)
+    angles = (np.array(positions, np.float32)[:, None] * frequencies).astype(np.float64)
+    turned = rotated(y[:, : heads + kv_heads], angles, False)
+    for row in range(rows):
+        at = (row, slice(None), slot) if batched else (0, slice(None), slot + row)
+        wanted_keys[at], wanted_values[at] = turned[row, heads:], y[row, -kv_heads:]
+    assert queries.shape == (rows, heads, head_dim)
+    check(queries, turned[:, :heads])
+    check(keys, wanted_keys)
+    np.testing.assert_array_equal(exact(values), wanted_values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from fixtures import FIX_A, PROMPT, mlx_weights, quantize_weights
+from fixtures import FIX_A, PROMPT, QWEN2, QWEN3, mlx_weights, quantize_weights
 from mlx_lm.generate import generate_step
-from mlx_lm.models import llama
+from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import infer_quant_config
 
@@ -42,6 +42,9 @@ VARIANTS = {
         "num_hidden_layers": 3,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
     },
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3 tied": {**QWEN3, "tie_word_embeddings": True},
     "window on the first layer": {
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"],
@@ -51,7 +54,8 @@ VARIANTS = {
 
 def stock_model(config, weights):
     """mlx-lm's own class, built with mlx-lm's own pieces only."""
-    model = llama.Model(llama.ModelArgs.from_dict(config))
+    family = {"qwen2": qwen2, "qwen3": qwen3}.get(config["model_type"], llama)
+    model = family.Model(family.ModelArgs.from_dict(config))
     weights = model.sanitize(dict(weights))
 
     def storage(path, module):

@@ -10,7 +10,7 @@ import weakref
 import emulated_kernels
 import mlx.core as mx
 import pytest
-from fixtures import FIX_A, PROMPT, mlx_weights, quantize_weights
+from fixtures import FIX_A, PROMPT, QWEN2, QWEN3, mlx_weights, quantize_weights
 from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator, generate_step, generation_stream
 from mlx_lm.models.cache import BatchKVCache
@@ -75,6 +75,8 @@ def difference(a, b):
         {},
         {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
         {"rope_traditional": True, "vocab_size": 101, "num_key_value_heads": 1},
+        QWEN2,
+        QWEN3,
     ],
 )
 def test_logits_of_every_position(emulated, changes, dequantize_from):

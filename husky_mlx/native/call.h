@@ -30,19 +30,25 @@ struct Call {
 class Weights {
  public:
   enum Projection { QUERY, KEY, VALUE, OUTPUT, GATE, UP, DOWN, PROJECTIONS };
-  static constexpr int PARTS = 4, GLOBAL = 1 + 2 * PARTS, LAYER = 2 + PROJECTIONS * PARTS;
+  static constexpr int PARTS = 4, NORMS = 4, GLOBAL = 1 + 2 * PARTS,
+                       LAYER = NORMS + PROJECTIONS * PARTS;
 
   explicit Weights(const void* const* addresses) : addresses_(addresses) {}
   const void* final_norm() const { return addresses_[0]; }
   Tensor embedding() const { return tensor(1); }
   Tensor head() const { return tensor(1 + PARTS); }
-  const void* input_norm(int layer) const { return addresses_[GLOBAL + layer * LAYER]; }
-  const void* post_norm(int layer) const { return addresses_[GLOBAL + layer * LAYER + 1]; }
+  const void* input_norm(int layer) const { return norm(layer, 0); }
+  const void* post_norm(int layer) const { return norm(layer, 1); }
+  const void* query_norm(int layer) const { return norm(layer, 2); }
+  const void* key_norm(int layer) const { return norm(layer, 3); }
   Tensor projection(int layer, Projection which) const {
-    return tensor(GLOBAL + layer * LAYER + 2 + which * PARTS);
+    return tensor(GLOBAL + layer * LAYER + NORMS + which * PARTS);
   }
 
  private:
+  const void* norm(int layer, int which) const {
+    return addresses_[GLOBAL + layer * LAYER + which];
+  }
   Tensor tensor(int at) const {
     return {addresses_[at], addresses_[at + 1], addresses_[at + 2], addresses_[at + 3]};
   }

@@ -113,8 +113,15 @@ def _layer(number: int, layer: LayerFormat, config: LlamaConfig) -> str:
         f"  using {name} = {_matrix(*shape, found)};"
         for name, shape, found in zip(_NAMES, shapes, layer.projections, strict=True)
     ]
-    norms = (("InputNorm", layer.input_norm), ("PostNorm", layer.post_norm))
-    lines += [f"  using {name} = {_TYPES[dtype]};" for name, dtype in norms]
+    norms = (
+        ("InputNorm", layer.input_norm),
+        ("PostNorm", layer.post_norm),
+        ("QueryNorm", layer.query_norm),
+        ("KeyNorm", layer.key_norm),
+    )
+    lines += [
+        f"  using {name} = {'NoNorm' if dtype is None else _TYPES[dtype]};" for name, dtype in norms
+    ]
     return "\n".join([f"struct Layer{number} {{", *lines, "};", ""])
 
 

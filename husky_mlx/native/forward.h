@@ -76,11 +76,12 @@ class Forward {
     pool_.each(ALL_HEADS, [&](int unit) {
       // Queries last: they are the fewer tokens in the last layer.
       if (unit < Shape::KV_HEADS)
-        key_head<typename F::Key>(layer, unit, normed);
+        key_head<typename F::Key, typename F::KeyNorm>(layer, unit, normed);
       else if (unit < 2 * Shape::KV_HEADS)
         value_head<typename F::Value>(layer, unit - Shape::KV_HEADS, normed);
       else if (tokens > 0)
-        query_head<typename F::Query>(layer, unit - 2 * Shape::KV_HEADS, normed, first, tokens);
+        query_head<typename F::Query, typename F::QueryNorm>(layer, unit - 2 * Shape::KV_HEADS,
+                                                             normed, first, tokens);
     });
     if (tokens == 0) return;
 
@@ -131,24 +132,27 @@ class Forward {
     return product<M>(tensor, head * D, D, x, token, tokens, own_.out, OUT_STRIDE);
   }
 
-  template <typename M>
+  template <typename M, typename Norm>
   void query_head(int layer, int head, const Activations<HIDDEN>& x, int first, int tokens) {
     const Tensor tensor = weights_.projection(layer, Weights::QUERY);
     float* out = head_product<M>(tensor, head, x, first, tokens);
     for (int t = 0; t < tokens; ++t, out += OUT_STRIDE) {
       const int token = first + t;
+      rms_norm_in_place<Norm>(out, weights_.query_norm(layer), D, Shape::EPS);
       rotate<D, Shape::TRADITIONAL>(out, cosines(token), sines(token), Shape::SCALE);
       std::memcpy(shared_.queries + (int64_t)token * QUERY_SIZE + head * D, out, D * sizeof(float));
     }
   }
 
-  template <typename M>
+  template <typename M, typename Norm>
   void key_head(int layer, int head, const Activations<HIDDEN>& x) {
     const Tensor tensor = weights_.projection(layer, Weights::KEY);
     float* out = head_product<M>(tensor, head, x, 0, call_.count);
-    for (int token = 0; token < call_.count; ++token)
-      rotate<D, Shape::TRADITIONAL>(out + (int64_t)token * OUT_STRIDE, cosines(token), sines(token),
-                                    1.0f);
+    for (int token = 0; token < call_.count; ++token) {
+      float* row = out + (int64_t)token * OUT_STRIDE;
+      rms_norm_in_place<Norm>(row, weights_.key_norm(layer), D, Shape::EPS);
+      rotate<D, Shape::TRADITIONAL>(row, cosines(token), sines(token), 1.0f);
+    }
     append(call_.caches[layer].keys, layer, head, out);
   }
 

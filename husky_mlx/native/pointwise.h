@@ -3,6 +3,8 @@
 
 #include <math.h>
 
+#include <type_traits>
+
 #include "numbers.h"
 
 namespace husky {
@@ -20,6 +22,16 @@ inline void rms_norm(const float* x, const T* weight, int width, float eps, floa
     store_floats(out + i, load_floats(x + i, count) * scale * load_floats(weight + i, count),
                  count);
   });
+}
+
+// The type of a norm's weights where there is no norm.
+struct NoNorm {};
+
+// The same in place, or nothing.
+template <typename T>
+inline void rms_norm_in_place(float* x, const void* weight, int width, float eps) {
+  if constexpr (!std::is_same_v<T, NoNorm>)
+    rms_norm(x, static_cast<const T*>(weight), width, eps, x);
 }
 
 // Cosines and sines of one position, for the D / 2 pairs of a head.

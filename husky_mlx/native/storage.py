@@ -24,6 +24,7 @@ PROJECTIONS = (
     "mlp.up_proj",
     "mlp.down_proj",
 )
+HEAD_NORMS = ("q_norm", "k_norm")
 # In the order in which the library takes their addresses.
 PARTS = ("weight", "scales", "biases", "bias")
 
@@ -41,10 +42,13 @@ class MatrixFormat:
 
 @dataclass(frozen=True)
 class LayerFormat:
-    """The dtypes of a layer's two norms, and its matrices in the order of ``PROJECTIONS``."""
+    """The dtypes of a layer's two norms and of those of q's and k's heads, None without them, and
+    its matrices in the order of ``PROJECTIONS``."""
 
     input_norm: mx.Dtype
     post_norm: mx.Dtype
+    query_norm: mx.Dtype | None
+    key_norm: mx.Dtype | None
     projections: tuple[MatrixFormat, ...]
 
 
@@ -106,13 +110,19 @@ def model_format(model: Any) -> ModelFormat:
         final_norm=model.model.norm.weight.dtype,
         layers=tuple(
             LayerFormat(
-                layer.input_layernorm.weight.dtype,
-                layer.post_attention_layernorm.weight.dtype,
-                tuple(formats[f"layers.{i}.{name}"] for name in PROJECTIONS),
+                input_norm=layer.input_layernorm.weight.dtype,
+                post_norm=layer.post_attention_layernorm.weight.dtype,
+                query_norm=_norm_dtype(layer.self_attn, "q_norm"),
+                key_norm=_norm_dtype(layer.self_attn, "k_norm"),
+                projections=tuple(formats[f"layers.{i}.{name}"] for name in PROJECTIONS),
             )
             for i, layer in enumerate(model.layers)
         ),
     )
+
+
+def _norm_dtype(attention: nn.Module, name: str) -> mx.Dtype | None:
+    return attention[name].weight.dtype if name in attention else None
 
 
 def matrices(model: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -127,11 +137,14 @@ def matrices(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def norms(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The final norm and each layer's two."""
+    """The final norm, each layer's two and those of its heads, where there are any."""
     yield "norm", model.model.norm
     for i, layer in enumerate(model.layers):
         yield f"layers.{i}.input_layernorm", layer.input_layernorm
         yield f"layers.{i}.post_attention_layernorm", layer.post_attention_layernorm
+        for name in HEAD_NORMS:
+            if name in layer.self_attn:
+                yield f"layers.{i}.{name}", layer.self_attn[name]
 
 
 def arrays_in_order(model: Any) -> list[mx.array | None]:
@@ -144,8 +157,9 @@ def arrays_in_order(model: Any) -> list[mx.array | None]:
 
     arrays = [scales["norm"].weight, *parts("embed_tokens"), *parts("lm_head")]
     for i in range(len(model.layers)):
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            arrays.append(scales[f"layers.{i}.{norm}"].weight)
+        for norm in ("input_layernorm", "post_attention_layernorm", *HEAD_NORMS):
+            module = scales.get(f"layers.{i}.{norm}")
+            arrays.append(None if module is None else module.weight)
         for name in PROJECTIONS:
             arrays += parts(f"layers.{i}.{name}")
     return arrays

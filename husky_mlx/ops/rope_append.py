@@ -1,14 +1,15 @@
-"""A prompt's queries, keys and values: rotary embedding, and the append to the KV cache."""
+"""Rotary embedding of projected queries and keys, and the append to the KV cache."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import mlx.core as mx
 
 from husky_mlx.kernels import launch
-from husky_mlx.matrix import Matrix
+from husky_mlx.matrix import Heads, Matrix
 from husky_mlx.ops.elementwise import flat
-from husky_mlx.ops.gemv import Platform
-from husky_mlx.ops.rms_qkv_rope_append import Heads
+from husky_mlx.ops.gemv import Platform, eps_bits
 
 
 def rope_append_kernel(
@@ -25,8 +26,7 @@ def rope_append_kernel(
     ``keys`` and ``values`` (1, kv_heads, capacity, head_dim) gain L rows in place from the slot of
     ``place`` on (see ``places.py``). Who reads the buffers must take the queries as an input too.
     """
-    length, head_dim = qkv.shape[0], heads.head_dim
-    grid, threadgroup = flat(length * (heads.heads + 2 * heads.kv_heads) * head_dim // 8)
+    length = qkv.shape[0]
     (queries,) = launch(
         "rope_append",
         {
@@ -36,18 +36,68 @@ def rope_append_kernel(
             "keys": keys,
             "values": values,
         },
-        [((1, heads.heads, length, head_dim), matrix.dtype)],
-        {
-            **matrix.template,
-            "K": matrix.columns,
-            "HEADS": heads.heads,
-            "KV_HEADS": heads.kv_heads,
-            "D": head_dim,
-            "HAS_BIAS": matrix.has_bias,
-            "TRADITIONAL": heads.traditional,
-        },
-        grid,
-        threadgroup,
+        [((1, heads.heads, length, heads.head_dim), matrix.dtype)],
+        _template(matrix, heads),
+        *flat(length * (heads.heads + 2 * heads.kv_heads) * heads.head_dim // 8),
         platform.backend,
     )
     return queries
+
+
+def norm_rope_append_kernel(
+    qkv: mx.array,
+    matrix: Matrix,
+    heads: Heads,
+    head_norms: tuple[mx.array, mx.array],
+    eps: float,
+    keys: mx.array,
+    values: mx.array,
+    place: mx.array,
+    platform: Platform,
+    *,
+    batched: bool = False,
+    prompt: bool = False,
+) -> mx.array:
+    """The same with an RMS norm of each head of q and of k first, by ``head_norms`` (head_dim,).
+
+    Queries are (L, heads, head_dim), for a ``prompt`` (1, heads, L, head_dim). ``batched``: a row
+    is a sequence's, with its own position, and all go to the slot of ``place``.
+    """
+    length = qkv.shape[0]
+    by_row = (length, heads.heads, heads.head_dim)
+    by_head = (1, heads.heads, length, heads.head_dim)
+    q_norm, k_norm = head_norms
+    (queries,) = launch(
+        "norm_rope_append",
+        {
+            "qkv": qkv,
+            "constants": matrix.constants,
+            "q_norm": q_norm,
+            "k_norm": k_norm,
+            "place": place,
+            "keys": keys,
+            "values": values,
+        },
+        [(by_head if prompt else by_row, matrix.dtype)],
+        {
+            **_template(matrix, heads),
+            "EPS_BITS": eps_bits(eps),
+            "BATCHED": batched,
+            "BY_HEAD": prompt,
+        },
+        *flat(length * (heads.heads + 2 * heads.kv_heads) * 32),
+        platform.backend,
+    )
+    return queries
+
+
+def _template(matrix: Matrix, heads: Heads) -> dict[str, Any]:
+    return {
+        **matrix.template,
+        "K": matrix.columns,
+        "HEADS": heads.heads,
+        "KV_HEADS": heads.kv_heads,
+        "D": heads.head_dim,
+        "HAS_BIAS": matrix.has_bias,
+        "TRADITIONAL": heads.traditional,
+    }

@@ -53,7 +53,7 @@ def matrix_format(matrix: Any) -> tuple:
 
 def layer_format(layer: FusedLayer) -> tuple:
     parts = (layer.qkv, layer.o_proj, layer.gate_up, layer.down_proj)
-    return tuple(matrix_format(part) for part in parts)
+    return *map(matrix_format, parts), layer.head_norms is not None
 
 
 def _system() -> str:

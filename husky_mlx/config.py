@@ -17,18 +17,19 @@ class _Family:
     ``query_bias``: biases of q, k and v but not of o, whatever the config says. ``theta``: the
     rotary base of a config without one. ``windows``: whether a ``sliding_window`` is one of all
     layers ("always"), never or where ``use_sliding_window`` is true, then of the layers from
-    ``max_window_layers`` on ("asked").
+    ``max_window_layers`` on ("asked"). ``stock``: mlx-lm's module, if it has another name.
     """
 
     query_bias: bool = False
     qk_norm: bool = False
     theta: float = 10000.0
     windows: str = "never"
+    stock: str | None = None
 
 
 _FAMILIES = {
     "llama": _Family(),
-    "mistral": _Family(windows="always"),
+    "mistral": _Family(windows="always", stock="llama"),
     "qwen2": _Family(query_bias=True, theta=1000000.0, windows="asked"),
     "qwen3": _Family(qk_norm=True, theta=1000000.0, windows="asked"),
 }
@@ -146,6 +147,11 @@ class LlamaConfig:
             qk_norm=family.qk_norm,
             tie_word_embeddings=True if tied is None else bool(tied),
         )
+
+    @property
+    def stock_module(self) -> str:
+        """The module of ``mlx_lm.models`` that has the model's stock class."""
+        return _FAMILIES[self.model_type].stock or self.model_type
 
     @property
     def rope_theta(self) -> float:

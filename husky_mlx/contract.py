@@ -64,7 +64,7 @@ _NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     ("mlx_lm.models.cache", ("load_prompt_cache", "make_prompt_cache")),
-    ("mlx_lm.models.llama", ("Model", "ModelArgs")),
+    *((f"mlx_lm.models.{name}", ("Model", "ModelArgs")) for name in ("llama", "qwen2", "qwen3")),
     ("mlx_lm.sample_utils", ("greedy_sampler", "make_logits_processors", "make_sampler")),
     (
         "mlx_lm.tokenizer_utils",

@@ -17,7 +17,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.utils import _transform_awq_weights
 
+from husky_mlx.config import LlamaConfig
 from husky_mlx.errors import CheckpointError, UnsupportedModel
+from husky_mlx.structure import expected_shapes
 
 Weights = dict[str, mx.array]
 # Quantization methods whose tensors are already in MLX's own layout.
@@ -86,6 +88,7 @@ def to_mlx(config: dict[str, Any], weights: Weights, source: str) -> None:
             _awq(settings, weights, source)
         elif method == "gptq":
             _each(weights, ".qweight", _gptq, settings, source)
+            _drop_zero_biases(config, weights)
         elif settings.get("format") == "pack-quantized":
             _each(weights, ".weight_packed", _packed_integers, settings, source)
         else:
@@ -150,6 +153,14 @@ def _gptq(base: str, weights: Weights, settings: Mapping[str, Any], source: str)
     if settings.get("checkpoint_format", "gptq") != "gptq_v2":
         zeros = zeros + 1
     return _affine(words.T.view(mx.uint32), scales, zeros, columns, base, source)
+
+
+def _drop_zero_biases(config: Mapping[str, Any], weights: Weights) -> None:
+    """AutoGPTQ gives some models' matrices biases that they have not, of zeros."""
+    expected = expected_shapes(LlamaConfig.from_dict(config))
+    for name in [name for name in weights if name.endswith(".bias") and name not in expected]:
+        if not mx.any(weights[name]).item():
+            del weights[name]
 
 
 def _packed_integers(

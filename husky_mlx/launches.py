@@ -25,6 +25,7 @@ LONGEST = 131072  # tokens up to which splits of the context are looked for
 def launch_lines(weights: FusedWeights, platform: Platform) -> list[str]:
     """A line for each kernel of a step with one row."""
     layers = len(weights.layers)
+    apart = any(layer.head_norms is not None for layer in weights.layers)
     lines = [f"embed: {_format(weights.embedding)}"]
     for op, group in GROUP_OF_OP.items():
         matrices = [getattr(layer, group) for layer in weights.layers]
@@ -33,11 +34,14 @@ def launch_lines(weights: FusedWeights, platform: Platform) -> list[str]:
             matrix = one_of_each[shape]
             tile = gemv_tile(op, 1, matrix, platform, norm=op in NORMED)
             norm = "" if op not in NORMED or tile.norm else ", norm before it by itself"
+            name = "rms_qkv" if apart and group == "qkv" else op
             lines.append(
-                f"{op}: {count} of {layers} layers, {_format(matrix)}, {tile.outputs} rows a "
+                f"{name}: {count} of {layers} layers, {_format(matrix)}, {tile.outputs} rows a "
                 f"threadgroup of {tile.simdgroups} simdgroups{_numbers(tile)}{norm}"
             )
         if op == "rms_qkv_rope_append":
+            if apart:
+                lines.append("norm_rope_append: each head of q and k, then rotated and appended")
             lines.append(f"attention_decode: {_splits(weights, platform)}")
     tile = gemv_tile("rms_lm_head", 1, weights.head, platform, norm=True)
     lines.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
 from collections.abc import Mapping
@@ -11,7 +12,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models import llama
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import infer_quant_config, load_tokenizer
 from mlx_lm.utils import load as stock_load
@@ -177,7 +177,7 @@ def build_model(
 ) -> nn.Module:
     """A model from a config and (lazy) weights under mlx-lm's names; ``weights`` is emptied.
 
-    ``backend`` "mlx" builds mlx-lm's own Llama class from the same weights. Unless ``lazy``, the
+    ``backend`` "mlx" builds mlx-lm's own class from the same weights. Unless ``lazy``, the
     weights are read and the projections fused layer by layer: the peak is the weights and two
     layers. Raises UnsupportedModel and CheckpointError naming ``source``.
     """
@@ -191,7 +191,8 @@ def build_model(
     if backend == "husky":
         model = Model(llama_config, max_context=max_context, max_kv_size=max_kv_size)
     else:
-        model = llama.Model(llama.ModelArgs.from_dict(config))
+        stock = importlib.import_module(f"mlx_lm.models.{llama_config.stock_module}")
+        model = stock.Model(stock.ModelArgs.from_dict(config))
 
     def storage(path: str, module: nn.Module) -> bool | dict[str, Any]:
         quantized = f"{path}.scales" in kept and hasattr(module, "to_quantized")

@@ -2,7 +2,8 @@
 
 The dimensions are those of the ``config.json`` published with each checkpoint:
 meta-llama/Llama-3.2-1B, meta-llama/Llama-3.2-3B, meta-llama/Llama-3.1-8B,
-mistralai/Mistral-7B-v0.3 and HuggingFaceTB/SmolLM2-135M. The text is noise, the work is real.
+mistralai/Mistral-7B-v0.3, Qwen/Qwen2.5-7B, Qwen/Qwen3-8B and HuggingFaceTB/SmolLM2-135M. The text
+is noise, the work is real.
 """
 
 from __future__ import annotations
@@ -92,6 +93,20 @@ _CONFIGS = {
         rope_theta=1000000.0,
         model_type="mistral",
     ),
+    "qwen2.5-7b": llama_config(
+        *(3584, 28, 28, 4, 128, 18944, 152064),
+        tied=False,
+        context=131072,
+        rope_theta=1000000.0,
+        model_type="qwen2",
+    ),
+    "qwen3-8b": llama_config(
+        *(4096, 36, 32, 8, 128, 12288, 151936),
+        tied=False,
+        context=32768,
+        rope_theta=1000000.0,
+        model_type="qwen3",
+    ),
     "smollm2-135m": llama_config(
         *(576, 30, 9, 3, 64, 1536, 49152),
         tied=True,
@@ -125,10 +140,10 @@ def random_weights(
     """Random weights under mlx-lm's names, evaluated one matrix at a time.
 
     ``bits`` 4 or 8: affine ``.weight`` (uint32, packed), ``.scales`` and ``.biases`` (``dtype``)
-    in groups of ``group_size``. ``bits`` 16: ``.weight`` of ``dtype``. Norms are ones. Every
-    weight has mean 0 and, averaged over groups, variance 1/inputs, which keeps a stream of unit
-    variance near it through any number of layers. The same seed gives the same weights in any
-    process on any device. HuskyError where the groups do not fit the rows.
+    in groups of ``group_size``. ``bits`` 16: ``.weight`` of ``dtype``. Norms are ones, biases
+    zeros. Every weight has mean 0 and, averaged over groups, variance 1/inputs, which keeps a
+    stream of unit variance near it through any number of layers. The same seed gives the same
+    weights in any process on any device. HuskyError where the groups do not fit the rows.
     """
     shapes = parameter_shapes(config)
     for name, shape in shapes.items():
@@ -139,7 +154,7 @@ def random_weights(
     weights: dict[str, mx.array] = {}
     for name, shape in shapes.items():
         if len(shape) == 1:
-            weights[name] = mx.ones(shape, dtype)
+            weights[name] = (mx.zeros if name.endswith(".bias") else mx.ones)(shape, dtype)
             continue
         packed, scales, biases = _random_affine(
             shape, bits if bits < 16 else 8, group_size, dtype, (seed, zlib.crc32(name.encode()))

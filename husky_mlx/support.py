@@ -76,7 +76,12 @@ def print_verdict(verdict: Verdict) -> None:
 def support_list() -> dict[str, list[str]]:
     """What this version takes, by subject, from the tables that decide it."""
     return {
-        "families": ["Llama 2, 3, 3.1, 3.2, 3.3", "Mistral", "others of the same model types"],
+        "families": [
+            "Llama 2, 3, 3.1, 3.2, 3.3",
+            "Mistral",
+            "Qwen2, Qwen2.5, Qwen3",
+            "others of the same model types",
+        ],
         "model types": list(SUPPORTED_MODEL_TYPES),
         "attention": list(LAYER_TYPES),
         "rope types": list(SUPPORTED_ROPE_TYPES),

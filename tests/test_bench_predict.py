@@ -79,9 +79,9 @@ def test_words_that_do_not_fit_are_refused(words, message, capsys):
 
 
 def test_a_refused_model_gives_its_reasons(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps({**FIX_A, "model_type": "qwen2"}))
+    (tmp_path / "config.json").write_text(json.dumps({**FIX_A, "model_type": "gemma"}))
     assert cli.main(["bench", "--predict", "m1", "--model", str(tmp_path)]) == 1
-    assert "model_type is 'qwen2'" in capsys.readouterr().err
+    assert "model_type is 'gemma'" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_marked_and_explained(capsys):

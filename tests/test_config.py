@@ -109,7 +109,10 @@ def test_window_policy_C021():
 @pytest.mark.parametrize(
     "fields, sentence",
     [
-        ({"model_type": "gemma"}, "model_type is 'gemma', supported are ('llama', 'mistral')"),
+        (
+            {"model_type": "gemma"},
+            "model_type is 'gemma', supported are ('llama', 'mistral', 'qwen2', 'qwen3')",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', supported is 'silu'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, supported is 1.0"),
         ({"num_local_experts": 8}, "num_local_experts is 8"),

@@ -439,13 +439,11 @@ class TestDtype:
 
 
 def test_another_family_goes_to_mlx_lm_with_a_notice(tmp_path, capsys):
-    config = {**FIX_B, "model_type": "qwen2", "rope_theta": 10000.0}
-    weights = mlx_weights({**FIX_B, "attention_bias": True})
-    weights = {name: v for name, v in weights.items() if not name.endswith("o_proj.bias")}
-    source = write_folder(tmp_path / "m", config, weights, tokenizer=True)
+    config = {**FIX_B, "model_type": "gemma", "head_dim": 16, "tie_word_embeddings": True}
+    source = write_folder(tmp_path / "m", config, mlx_weights(config), tokenizer=True)
     target = tmp_path / "out"
     assert cli.main(["convert", "--model", str(source), "--mlx-path", str(target), "-q"]) == 0
-    assert "mlx-lm converts this one: model_type is 'qwen2'" in capsys.readouterr().err
+    assert "mlx-lm converts this one: model_type is 'gemma'" in capsys.readouterr().err
     assert config_of(target)["quantization"]["bits"] == 4
 
 

@@ -55,9 +55,9 @@ def test_a_flipped_byte_in_the_model_of_the_demo_is_found(tmp_path, monkeypatch)
 def test_a_model_that_is_not_there_or_not_ours_is_a_finding(tmp_path):
     found = one(lambda: doctor_model.model_checks("./none"))
     assert (found.state, "no such file" in found.found) == (FAIL, True)
-    other = write_folder(tmp_path, model_type="qwen2")
+    other = write_folder(tmp_path, model_type="gemma")
     found = one(lambda: doctor_model.model_checks(str(other)))
-    assert (found.state, "model_type is 'qwen2'" in found.found) == (FAIL, True)
+    assert (found.state, "model_type is 'gemma'" in found.found) == (FAIL, True)
 
 
 def test_a_model_that_does_not_fit_is_found(tmp_path, monkeypatch):

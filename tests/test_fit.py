@@ -59,10 +59,10 @@ def test_more_tokens_than_trained_for_are_a_note(tmp_path, capsys):
 
 
 def test_a_refused_model_gives_its_reasons(tmp_path, capsys):
-    code, answer = ask(capsys, folder_of(tmp_path, model_type="qwen2"), "--target", "m1")
+    code, answer = ask(capsys, folder_of(tmp_path, model_type="gemma"), "--target", "m1")
     assert (code, answer["verdict"]) == (1, "refused")
     assert cli.main(["plan", str(tmp_path), "--target", "m1"]) == 1
-    assert "model_type is 'qwen2'" in capsys.readouterr().out
+    assert "model_type is 'gemma'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

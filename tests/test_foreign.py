@@ -137,6 +137,25 @@ CASES = {
 }
 
 
+def test_gptqs_biases_of_zeros_are_left_out_and_others_are_not(tmp_path):
+    """AutoGPTQ writes them for matrices that have none."""
+    path = "model.layers.0.self_attn.o_proj.bias"
+    for value in (0.0, 0.5):
+
+        def with_bias(base, *codes):
+            parts = gptq(base, *codes)
+            if base.endswith("o_proj"):
+                parts[f"{base}.bias"] = np.full(64, value, np.float16)  # noqa: B023
+            return parts
+
+        folder, meant = foreign(tmp_path / str(value), CASES["gptq"][0], with_bias)
+        if value == 0.0:
+            check_logits(folder, meant)
+        else:
+            with pytest.raises(CheckpointError, match=f"{path} is not part of this model"):
+                load(str(folder))
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_packed_integers_are_the_numbers_that_they_stand_for_C030(case, tmp_path):
     settings, packed, options = CASES[case]

@@ -6,23 +6,38 @@ from collections import Counter
 
 import emulated_kernels
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 import pytest
-from fixtures import PROMPT, QWEN2, QWEN3, mlx_weights, model_of, quantize_weights, write_folder
+from compiled_builds import compiled, converted
+from fixtures import (
+    FIX_B,
+    PROMPT,
+    QWEN2,
+    QWEN3,
+    mlx_weights,
+    model_of,
+    quantize_weights,
+    write_folder,
+)
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import BatchKVCache
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from test_parity import stock_model
 
 from husky_mlx import chips, frozen, kernels
 from husky_mlx.bench_ops import compare
 from husky_mlx.bench_ops_cases import OPS, Cases
 from husky_mlx.config import LlamaConfig
+from husky_mlx.dropin import DropIn
 from husky_mlx.errors import CheckpointError, UnsupportedModel
 from husky_mlx.footprint import NORMS, footprint
 from husky_mlx.fused import FusedGraph, fused_weights
 from husky_mlx.greedy import greedy_tokens
 from husky_mlx.loading import build_model, load
+from husky_mlx.model import Model
 from husky_mlx.ops.gemv import Platform
+from husky_mlx.shapes import shape_config
 
 FAMILIES = {"qwen2": QWEN2, "qwen3": QWEN3}
 # As published with Qwen/Qwen2.5-0.5B-Instruct and Qwen/Qwen3-0.6B, but for the sizes.
@@ -163,6 +178,55 @@ class TestOnCPU:
             load(damaged)
         assert f"{name} is missing" in str(refused.value)
         assert "layers.0.self_attn.o_proj.bias is not part of this model" in str(refused.value)
+
+
+@families
+class TestTools:
+    @pytest.mark.parametrize("target", ["cpu", "m3pro", "sm_90"])
+    def test_a_build_computes_what_the_quantized_model_does(self, config, target, tmp_path):
+        with_tokens = {**config, **{key: FIX_B[key] for key in ("vocab_size", "eos_token_id")}}
+        source = converted(tmp_path, with_tokens)
+        built = compiled(source, target, "4bit-uniform")
+        weights = quantize_weights(mlx_weights(with_tokens), 4, 64)
+        wanted = stock_model(with_tokens, weights)(mx.array([PROMPT[:8]]))
+        found = load(str(built), lazy=True)[0](mx.array([PROMPT[:8]]))
+        assert mx.abs(found - wanted).max() < 1e-2 * mx.abs(wanted).max()
+
+    @pytest.mark.parametrize("rounding", ["gptq", "awq"])
+    def test_rounding_leaves_the_model_what_it_is(self, config, rounding, tmp_path):
+        """At 8 bits nothing is lost but roundings."""
+        with_tokens = {**config, **{key: FIX_B[key] for key in ("vocab_size", "eos_token_id")}}
+        source = converted(tmp_path, with_tokens)
+        built = compiled(source, "cpu", "8bit", rounding=rounding)
+        wanted = model_of("mlx", with_tokens)(mx.array([PROMPT[:8]]))
+        found = load(str(built))[0](mx.array([PROMPT[:8]]))
+        assert mx.abs(found - wanted).max() < 5e-2 * mx.abs(wanted).max()
+
+    def test_mlx_lms_own_load_finds_our_class_inside_husky(self, config, tmp_path):
+        folder = write_folder(tmp_path / "m", config, tokenizer=True)
+        with DropIn():
+            model = mlx_lm.load(str(folder))[0]
+        assert isinstance(model, Model)
+
+    def test_lora_layers_train_and_are_seen(self, config):
+        model = model_of(config=config)
+        before = decode(model, PROMPT, 6)
+        model.freeze()
+        keys = {"keys": ["self_attn.q_proj"], "rank": 2, "scale": 20.0, "dropout": 0.0}
+        linear_to_lora_layers(model, 2, keys)
+        for layer in model.layers:
+            layer.self_attn.q_proj.lora_b = mx.ones_like(layer.self_attn.q_proj.lora_b)
+        after = decode(model, PROMPT, 6)
+        assert after != before
+        whole = model(mx.array([PROMPT + after[:-1]]))[0, len(PROMPT) - 1 :]
+        assert mx.argmax(whole, axis=-1).tolist() == after
+
+
+def test_published_numbers_of_parameters():
+    """Of Qwen/Qwen2.5-7B and Qwen/Qwen3-8B, as their safetensors say."""
+    for name, parameters in (("qwen2.5-7b", 7_615_616_512), ("qwen3-8b", 8_190_735_360)):
+        raw = shape_config(name)
+        assert footprint(LlamaConfig.from_dict(raw), raw).weight_bytes() == 2 * parameters
 
 
 def test_norms_of_heads_count_as_norms():

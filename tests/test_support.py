@@ -45,7 +45,7 @@ def test_reference_says_why(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "fields"),
     [
-        ({"model_type": "qwen2"}, ["model_type", "qwen2"]),
+        ({"model_type": "gemma"}, ["model_type", "gemma"]),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_type", "dynamic"]),
         ({"num_attention_heads": 3, "head_dim": 16}, ["num_attention_heads 3"]),
         ({"quantization_config": {"quant_method": "aqlm"}}, ["quant_method", "aqlm"]),
@@ -88,11 +88,11 @@ def test_quantization_and_index_are_reported(tmp_path, capsys):
 
 
 def test_text_form(tmp_path, capsys):
-    name = config_only(tmp_path, model_type="qwen2")
+    name = config_only(tmp_path, model_type="gemma")
     assert cli.main(["models", name]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{name}: refused"
-    assert lines[1].startswith("  - model_type is 'qwen2'")
+    assert lines[1].startswith("  - model_type is 'gemma'")
     assert lines[-1].endswith('fallback="mlx" in load, or --backend mlx')
 
 

@@ -13,7 +13,7 @@ import pytest
 from fixtures import FIX_A, PROMPT, QWEN2, QWEN3, mlx_weights, quantize_weights
 from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator, generate_step, generation_stream
-from mlx_lm.models.cache import BatchKVCache
+from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 
 from husky_mlx import graphs, prefill, products, verdicts
 from husky_mlx.cache import RotatingKVCache
@@ -94,7 +94,7 @@ def test_logits_of_every_position(emulated, changes, dequantize_from):
         "reference": 0,
         "traces": 0,
     }
-    stock_cache = stock.make_cache()
+    stock_cache = make_prompt_cache(stock)
     stock(mx.array([LONG]), cache=stock_cache)
     for ours, other in zip(cache, stock_cache, strict=True):
         for a, b in zip(ours.state[:2], other.state[:2], strict=True):

@@ -120,7 +120,7 @@ def _layer(number: int, layer: LayerFormat, config: LlamaConfig) -> str:
         ("KeyNorm", layer.key_norm),
     )
     lines += [
-        f"  using {name} = {'NoNorm' if dtype is None else _TYPES[dtype]};" for name, dtype in norms
+        f"  using {name} = {'None' if dtype is None else _TYPES[dtype]};" for name, dtype in norms
     ]
     return "\n".join([f"struct Layer{number} {{", *lines, "};", ""])
 

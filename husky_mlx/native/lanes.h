@@ -9,6 +9,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace husky {
@@ -169,6 +171,24 @@ inline int32_t sum(Ints v) {
   return reduce(v, [](Ints a, Ints b) { return a + b; })[0];
 }
 
+#if defined(__ARM_FEATURE_DOTPROD)
+// As dot4, half of a vector's lanes.
+template <int BITS>
+inline int32x4_t dot4_half(int32x4_t total, uint8x16_t weights, int8x16_t activations) {
+  // Codes of 4 bits are the same numbers with a sign.
+  if constexpr (BITS == 4) return vdotq_s32(total, vreinterpretq_s8_u8(weights), activations);
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  return vusdotq_s32(total, weights, activations);
+#else
+  // w = (w - 128) + 64 + 64.
+  const int8x16_t centred = vreinterpretq_s8_u8(veorq_u8(weights, vdupq_n_u8(128)));
+  const int8x16_t half = vdupq_n_s8(64);
+  total = vdotq_s32(total, centred, activations);
+  return vdotq_s32(vdotq_s32(total, half, activations), half, activations);
+#endif
+}
+#endif
+
 // Each lane holds four bytes: weights 0 to 2^BITS - 1 and activations -128 to 127. Adds their dot
 // product, exactly.
 template <int BITS>
@@ -177,6 +197,20 @@ inline Ints dot4(Ints total, Words weights, Words activations) {
   return (Ints)_mm512_dpbusd_epi32((__m512i)total, (__m512i)weights, (__m512i)activations);
 #elif !HUSKY_AVX512 && defined(__AVXVNNI__)
   return (Ints)_mm256_dpbusd_avx_epi32((__m256i)total, (__m256i)weights, (__m256i)activations);
+#elif defined(__ARM_FEATURE_DOTPROD)
+  Ints result;
+  for (int half = 0; half < 2; ++half) {
+    const int at = half * 16;
+    int32x4_t t;
+    uint8x16_t w;
+    int8x16_t x;
+    std::memcpy(&t, reinterpret_cast<const char*>(&total) + at, 16);
+    std::memcpy(&w, reinterpret_cast<const char*>(&weights) + at, 16);
+    std::memcpy(&x, reinterpret_cast<const char*>(&activations) + at, 16);
+    t = dot4_half<BITS>(t, w, x);
+    std::memcpy(reinterpret_cast<char*>(&result) + at, &t, 16);
+  }
+  return result;
 #else
 #if HUSKY_AVX512
   // Pairs of 4 bit weights stay below 2^15; pairs of 8 bit ones would saturate.

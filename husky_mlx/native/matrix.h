@@ -16,8 +16,6 @@ struct Tensor {
   const void* bias;
 };
 
-struct None {};
-
 template <int ROWS_, int COLUMNS_, typename T, typename BIAS_ = None>
 struct Dense {
   static constexpr int ROWS = ROWS_, COLUMNS = COLUMNS_;

@@ -12,6 +12,9 @@ struct BFloat {
   uint16_t bits;
 };
 
+// The type of what is not there: a bias, a norm's weights.
+struct None {};
+
 using Shorts = Vector<uint16_t, LANES>;
 
 namespace detail {

@@ -24,13 +24,10 @@ inline void rms_norm(const float* x, const T* weight, int width, float eps, floa
   });
 }
 
-// The type of a norm's weights where there is no norm.
-struct NoNorm {};
-
 // The same in place, or nothing.
 template <typename T>
 inline void rms_norm_in_place(float* x, const void* weight, int width, float eps) {
-  if constexpr (!std::is_same_v<T, NoNorm>)
+  if constexpr (!std::is_same_v<T, None>)
     rms_norm(x, static_cast<const T*>(weight), width, eps, x);
 }
 

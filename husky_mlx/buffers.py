@@ -271,3 +271,5 @@ class CacheBuffers:
             self.settle()
             self._exposed = max(self._exposed, self.rows())
             self.shown += 1
+            # Who evaluates what is shown may go on in another thread, and this is not part of it.
+            self.next_place = None

@@ -214,6 +214,9 @@ class StepGraph:
             activated = rms_gate_up_swiglu(x, layer.post_norm, eps, layer.gate_up)
             x = down_add(activated, x, layer.down_proj)
         following = [place + mx.array(advance(1)) for place in places]
+        # With the result: the next step, which takes them, may be another thread's, and what is
+        # still to be computed is its own thread's.
+        x = mx.depends(x, following)
         return rms_lm_head(x, weights.norm, eps, weights.head), following, keys, values
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -35,14 +36,15 @@ class Frozen:
     def __init__(self, config: LlamaConfig, plan: Plan):
         self.config = config
         self.plan = plan
-        self.revision = 0
         self.tiles: Mapping[TileKey, GemvTile] = {}  # of a build, instead of the policy's
         self._step: DecodeStep | None = None
         self._native: NativeStep | None = None
         self.native_wanted = native_step.wanted()
-        self._step_revision = -1
         self._built_from: Snapshot | None = None
-        self._lock = threading.Lock()  # two threads' first tokens would fuse the same weights
+        self._stale = True
+        # Held while the weights change and while a step is built of them: two threads' first tokens
+        # would fuse the same weights, and what was fused would be put back over what is new.
+        self._lock = threading.RLock()
         kinds = config.layer_types
         self._one_of_each_kind = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
         windows = [config.window_of(i) for i in range(len(kinds))]
@@ -59,8 +61,17 @@ class Frozen:
 
     def invalidate(self) -> None:
         """The weights changed: let go of the step, and with it of the fused buffers."""
-        self.revision += 1
-        self._step, self._native, self._built_from = None, None, None
+        with self._lock:
+            self._stale = True
+            self._step, self._native, self._built_from = None, None, None
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """While the weights change: other threads' steps end with those that they hold, and new
+        ones wait."""
+        with self._lock:
+            self.invalidate()
+            yield
 
     def stay_on_reference(self, reason: str) -> None:
         """Neither freeze a step nor build a native program for this model."""
@@ -125,9 +136,9 @@ class Frozen:
         return self._native
 
     def _renew(self, model: Any) -> None:
-        if self._stale():
+        if self._stale:
             with self._lock:
-                if self._stale():
+                if self._stale:
                     self.freeze(model)
 
     def has_prefill(self) -> bool:
@@ -137,17 +148,15 @@ class Frozen:
 
     def _may_be_native(self) -> bool:
         """Whether there is a native program, as far as can be said before it is built."""
-        return self.native_wanted and (self._native is not None or self._stale())
+        return self.native_wanted and (self._native is not None or self._stale)
 
     def _step_has_prefill(self) -> bool:
         if self.plan.eager_reason is not None:
             return False
-        if self._step is None:
+        step = self._step
+        if step is None:
             return graphs.kernel_platform() is not None
-        return self._step.prefill is not None
-
-    def _stale(self) -> bool:
-        return self._step_revision != self.revision
+        return step.prefill is not None
 
     def _fit(self, caches: Sequence[Any]) -> bool:
         """Whether layers of a kind write the same row, and the caches of sliding layers drop what
@@ -188,7 +197,10 @@ class Frozen:
         begins only."""
         built_from = self._built_from
         if built_from is not None and not built_from.fits(model):
-            self.invalidate()
+            with self._lock:
+                # Unless another thread has seen it too.
+                if self._built_from is built_from:
+                    self.invalidate()
 
     def say_dtype(self, model: Any) -> None:
         """Write into the plan what the model as it is now computes in."""
@@ -200,19 +212,23 @@ class Frozen:
         ``ready``: buffers that came with the weights. There is no step for a model that somebody
         built into: its modules then run themselves.
         """
-        # What another thread changes meanwhile may be missed: the step is then stale at once.
-        revision = self.revision
-        self._step, self._native, self._built_from = None, None, None
-        self._step_revision, self.plan.native = -1, None
+        with self._lock:
+            self._freeze(model, ready)
+
+    def _freeze(self, model: Any, ready: Mapping[str, Ready] | None) -> None:
+        self.invalidate()
+        self.plan.native = None
         # A constant that is not evaluated yet would be computed again at every call.
         mx.eval(model.parameters())
         self.say_dtype(model)
         if (part := model.foreign_part()) is not None:
             self.plan.foreign_part, self.plan.notes = part, []
-            self._built_from, self._step_revision = Snapshot.of(model), revision
+            self._built_from, self._stale = Snapshot.of(model), False
             return
         frequencies = mx.array(self.config.rope.frequencies(self.config.head_dim))
         weights = pack(model, frequencies, ready)
+        # Of what was packed: the rest takes seconds, in which somebody may assign a weight.
+        built_from = Snapshot.of(model)
         self.plan.foreign_part, self.plan.notes = None, _unfused(weights)
         graph = choose_graph(self.config, weights, self.plan, self.tiles)
         self._step = DecodeStep(graph, self.plan)
@@ -221,7 +237,7 @@ class Frozen:
                 self._native = NativeStep.of(model, weights.head, self.plan)
             except (NativeError, ValueError) as error:
                 self.plan.notes += [str(error)]
-        self._built_from, self._step_revision = Snapshot.of(model), revision
+        self._built_from, self._stale = built_from, False
 
 
 def takes(tokens: mx.array, caches: Sequence[Any]) -> bool:

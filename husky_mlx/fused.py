@@ -6,6 +6,7 @@ The same step as ``freeze.StepGraph``, which is its twin in plain ``mx`` code.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -140,26 +141,26 @@ class FusedGraph:
 
     def logits(self, tokens: mx.array, *rest: Any) -> tuple:
         """(B, L) tokens -> logits (B, L, vocabulary), the next places, the order of the appends."""
-        x, places = self._residual(tokens, *rest)
+        x, places, ordering = self._residual(tokens, *rest)
         eps = self.config.rms_norm_eps
         logits = rms_lm_head_kernel(x, eps, self.weights.head, self.platform)
-        return logits.reshape(*tokens.shape, -1), places, _order(x)
+        return logits.reshape(*tokens.shape, -1), places, ordering
 
     def greedy(self, tokens: mx.array, *rest: Any) -> tuple:
         """``logits`` with the most likely tokens (B, L) before them."""
-        x, places = self._residual(tokens, *rest)
+        x, places, ordering = self._residual(tokens, *rest)
         eps = self.config.rms_norm_eps
         logits, best = rms_lm_head_argmax_kernel(x, eps, self.weights.head, self.platform)
-        return best.reshape(tokens.shape), logits.reshape(*tokens.shape, -1), places, _order(x)
+        return best.reshape(tokens.shape), logits.reshape(*tokens.shape, -1), places, ordering
 
     def prompt(self, tokens: mx.array, places: list[mx.array], *rest: Any) -> tuple:
         """``greedy`` of row LAST only: (1, L) tokens -> token (1, 1), logits (1, 1, vocabulary) and
         the order of the appends."""
-        x, _ = self._residual(tokens, places, False, *rest)
+        x, _, ordering = self._residual(tokens, places, False, *rest)
         row = mx.take(x, places[0][LAST : LAST + 1], axis=0)
         eps = self.config.rms_norm_eps
         logits, best = rms_lm_head_argmax_kernel(row, eps, self.weights.head, self.platform)
-        return best[None], logits[None], _order(x)
+        return best[None], logits[None], ordering
 
     def _residual(
         self,
@@ -169,8 +170,9 @@ class FusedGraph:
         keys: list[mx.array],
         values: list[mx.array],
         before: mx.array,
-    ) -> tuple[mx.array, list[mx.array]]:
-        """(B, L) tokens -> the last residual (B * L, hidden), and the next places."""
+    ) -> tuple[mx.array, list[mx.array], mx.array]:
+        """(B, L) tokens -> the last residual (B * L, hidden), the next places, and the order of the
+        appends."""
         self.plan.count("traces")
         eps, platform = self.config.rms_norm_eps, self.platform
         rows, length = tokens.shape
@@ -201,9 +203,15 @@ class FusedGraph:
             activated = rms_gate_up_swiglu_kernel(x, eps, layer.gate_up, platform)
             x = down_add_kernel(activated, x, layer.down_proj, platform)
         others = [place + mx.array(advance(length)) for place in places[1:]]
-        return x, [following, *others]
+        x, ordering = ordered(x, others)
+        return x, [following, *others], ordering
 
 
-def _order(x: mx.array) -> mx.array:
-    """A view of the last residual, of one size whatever the number of rows."""
-    return x.reshape(-1)[:ORDER_SIZE]
+def ordered(x: mx.array, others: Sequence[mx.array] = ()) -> tuple[mx.array, mx.array]:
+    """The last residual, and a view of it that has one size whatever the number of rows.
+
+    Who evaluates a result of the first evaluates the second too, and ``others``: the next step
+    takes them, perhaps in another thread, and what is still to be computed is its own thread's.
+    """
+    ordering = x.reshape(-1)[:ORDER_SIZE]
+    return mx.depends(x, [ordering, *others]), ordering

@@ -48,6 +48,8 @@ def greedy_tokens(
         model(tokens, cache=prompt_cache)
         mx.eval([cache.state for cache in prompt_cache])
 
+    # Around the work and not around a yield: the consumer's own operations keep their stream, and
+    # the next token may be asked for, or the loop closed, by another thread.
     with mx.stream(stream):
         report(0, total)
         done = 0
@@ -60,18 +62,19 @@ def greedy_tokens(
             report(done, total)
         token, logits = advance(prompt[done:][None])
         mx.async_eval(token, logits)
-        count = 0
-        while count != max_tokens:
+    count = 0
+    while count != max_tokens:
+        with mx.stream(stream):
             following = advance(token) if model.has_room(prompt_cache) else None
             if following is not None:
                 mx.async_eval(*following)
             if count == 0:
                 mx.eval(token)
                 report(total, total)
-            yield int(token.item()), logits  # type: ignore[arg-type]
-            count += 1
-            if following is None:
-                return
-            token, logits = following
-            if count % CLEAR_EVERY == 0:
-                mx.clear_cache()
+        yield int(token.item()), logits  # type: ignore[arg-type]
+        count += 1
+        if following is None:
+            return
+        token, logits = following
+        if count % CLEAR_EVERY == 0:
+            mx.clear_cache()

@@ -46,12 +46,12 @@ class Tracked(nn.Module):
         self._frozen = frozen
 
     def update(self, *args: Any, **kwargs: Any) -> nn.Module:  # type: ignore[override]
-        self._frozen.invalidate()
-        return super().update(*args, **kwargs)
+        with self._frozen.changing():
+            return super().update(*args, **kwargs)
 
     def update_modules(self, *args: Any, **kwargs: Any) -> nn.Module:
-        self._frozen.invalidate()
-        return super().update_modules(*args, **kwargs)
+        with self._frozen.changing():
+            return super().update_modules(*args, **kwargs)
 
 
 class Attention(nn.Module):

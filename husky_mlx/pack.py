@@ -197,6 +197,7 @@ def fuse(
     of that, so nothing is held twice: the peak is the buffer beside the originals of this one
     group. Modules that are not plain linear layers (an adapter, say) or that differ in bits, group
     size, mode or dtype stay as they are. ``ready`` is taken where it is what they hold already.
+    What another thread assigns meanwhile stays, and is fused.
     """
     if ready is not None and ready.is_of(modules, norm):
         return ready.fused
@@ -204,10 +205,17 @@ def fuse(
     layout = layout_of(modules, norm, more)
     if isinstance(layout, str):
         return Separate(tuple(modules), layout)
-    arrays = [[module[name] for module in modules] for name in _names(modules[0])]
-    buffer, _ = join([*arrays, *_beside(modules[0], norm, more).values()])
+    arrays = {name: [module[name] for module in modules] for name in _names(modules[0])}
+    buffer, _ = join([*arrays.values(), *_beside(modules[0], norm, more).values()])
     fused = layout.fused(buffer)
-    for module, views in zip(modules, Ready.of(fused).views, strict=True):
+    made = Ready.of(fused)
+    if any(
+        module.get(name) is not array
+        for name, of_modules in arrays.items()
+        for module, array in zip(modules, of_modules, strict=True)
+    ):
+        return fuse(modules, norm, more)
+    for module, views in zip(modules, made.views, strict=True):
         for name, view in views.items():
             module[name] = view
     return fused

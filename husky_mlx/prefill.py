@@ -12,7 +12,7 @@ import mlx.core as mx
 from husky_mlx.buffers import CacheBuffers, check_layout
 from husky_mlx.compiled import Compiled
 from husky_mlx.config import LlamaConfig
-from husky_mlx.fused import ORDER_SIZE
+from husky_mlx.fused import ordered
 from husky_mlx.ops.embed import embed
 from husky_mlx.ops.rms_lm_head import rms_lm_head_argmax_kernel
 from husky_mlx.places import make_place
@@ -104,7 +104,7 @@ class Prefill:
             x = products.after_attention(i, x, attended, waiting.add)
             if not final:
                 qkv = products.into_attention(i + 1, x)
-        ordering = x.reshape(-1)[:ORDER_SIZE]
+        x, ordering = ordered(x)
         for cache in caches:
             cache.close_rows(length, ordering)
         self._plan.count("prefill")

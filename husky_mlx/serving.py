@@ -12,6 +12,7 @@ import inspect
 import io
 import json
 import logging
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,7 @@ def guarded() -> Iterator[None]:
         name: getattr(getattr(server, kind), name) for kind, names, _ in _CLASSES for name in names
     }
     waiting: weakref.WeakSet[Answer] = weakref.WeakSet()
+    arriving = threading.Lock()  # requests come in other threads than that which answers them
     fatal: list[Exception] = []
 
     class Answer(Queue):
@@ -61,7 +63,8 @@ def guarded() -> Iterator[None]:
 
         def __init__(self) -> None:
             super().__init__()
-            waiting.add(self)
+            with arriving:
+                waiting.add(self)
 
         def put(self, item: Any, *arguments: Any, **options: Any) -> None:
             self.started = self.started or isinstance(item, server.Response)
@@ -82,7 +85,9 @@ def guarded() -> Iterator[None]:
                     fatal.append(error)
                     raise
                 logging.exception("the requests in progress failed")
-                for answer in list(waiting):
+                with arriving:
+                    answers = list(waiting)
+                for answer in answers:
                     if answer is self.requests:
                         continue
                     if answer.started and isinstance(error, MemoryLimitError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import emulated_kernels
 import fused_models
@@ -12,11 +13,12 @@ import pytest
 import reference
 from fixtures import FIX_A, PROMPT, mlx_weights, numpy_weights
 from fused_models import CHIPS, decode, difference, expected, weights_of
-from mlx_lm.generate import speculative_generate_step
+from mlx_lm.generate import generation_stream, speculative_generate_step
 from test_parity import stock_model
 
 from husky_mlx import buffers, device, kernels, loading
 from husky_mlx.cache import BatchKVCache, RotatingKVCache
+from husky_mlx.greedy import greedy_tokens
 from husky_mlx.loading import build_model
 from husky_mlx.ops import embed
 
@@ -149,6 +151,27 @@ def test_the_greedy_graph_picks_from_the_logits_of_the_other(on):
         assert mx.array_equal(logits, step.logits(token, caches[1]))
         assert picked.tolist() == mx.argmax(logits, axis=-1).tolist()
         token = picked
+
+
+@pytest.mark.parametrize(
+    "kinds", [{}, {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}]
+)
+def test_a_cache_goes_on_in_another_thread(on, kinds):
+    config = {**FIX_A, **kinds}
+    weights = weights_of(config)
+    on("m1")
+    model = build_model(config, dict(weights))
+    cache = model.make_cache()
+
+    def reply(prompt):
+        stream = {"stream": generation_stream, "prompt_cache": cache}
+        return [token for token, _ in greedy_tokens(model, mx.array(prompt), 4, **stream)]
+
+    right = expected(config, weights, PROMPT, 9)
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        assert first.submit(reply, PROMPT).result() == right[:4]
+        assert second.submit(reply, right[4:5]).result() == right[5:]
+    assert model.plan.counts["frozen"] == 10, "the prompt's last token, eight, and one ahead twice"
 
 
 @pytest.mark.parametrize("chip", CHIPS)

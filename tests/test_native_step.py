@@ -384,6 +384,24 @@ def test_a_traced_first_token_finds_its_cache_empty(native):
     assert difference(traced(mx.array([LONG[:1]])), stock(mx.array([LONG[:1]]))) < 1e-5
 
 
+@pytest.mark.parametrize("rows", [90, 120])
+@pytest.mark.parametrize("bits", [4, 16])
+def test_a_vocabulary_that_was_resized_takes_no_program(native, rows, bits):
+    """Its sizes are constants of the program, which would read past the end of a smaller one."""
+    ours, stock = models(bits=bits)
+    weight = mx.random.normal((rows, 64), key=mx.random.key(0))
+    parts = dict(zip(("weight", "scales", "biases"), mx.quantize(weight, 32, 4), strict=True))
+    for model in (ours, stock):
+        model.lm_head.update(parts if bits == 4 else {"weight": weight})
+    right = stock(mx.array([LONG]))
+    assert difference(ours(mx.array([LONG]), cache=ours.make_cache()), right) < 1e-5
+    assert ours.plan.native is None
+    found = (
+        "lm_head.weight should have 96 rows" if bits == 4 else r"lm_head.weight should have shape"
+    )
+    assert found in str(ours.plan)
+
+
 def test_weights_changed_in_place_stay_as_they_were_for_the_program(native):
     """Until the next prompt: MLX would write the product into the memory of a factor."""
     model, _ = models(bits=16)

@@ -6,6 +6,7 @@ import gc
 import json
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import emulated_kernels
 import mlx.core as mx
@@ -206,6 +207,21 @@ def test_mlx_lms_own_loop(emulated):
     model, stock = models()
     assert theirs(model, LONG, 5) == theirs(stock, LONG, 5)
     assert model.plan.counts["prefill"] == 1 and model.plan.counts["reference"] == 0
+
+
+@pytest.mark.parametrize("length", [6, 45])
+def test_a_cache_that_one_thread_read_a_prompt_into_goes_on_in_another(emulated, length):
+    emulated()
+    ours, stock = models()
+    cache = ours.make_cache()
+
+    def read(prompt):
+        mx.eval(ours(mx.array([prompt]), cache=cache))
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(read, LONG[: length - 1]).result()
+    assert ours.plan.counts["prefill"] > 0
+    assert tokens(ours, LONG[length - 1 : length], 4, cache) == theirs(stock, LONG[:length], 4)
 
 
 @pytest.mark.parametrize("length", [1, 2, 4, 5, 45])

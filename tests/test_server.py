@@ -13,8 +13,10 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -375,6 +377,37 @@ def test_error_while_decoding_is_answered_and_survived(in_process, stock, monkey
         assert "".join(ask("hello")[0]) == stock("hello")
 
     in_process(check)
+
+
+def test_requests_that_come_while_an_error_is_answered_end_nothing(monkeypatch):
+    """They come in threads of their own; the decoding one goes through those that it has."""
+    server = mlx_lm.server
+
+    class Interrupted(weakref.WeakSet):
+        def __iter__(self):
+            for answer in super().__iter__():
+                arrival = threading.Thread(target=lambda: kept.append(server.Queue()))
+                arrival.start()
+                arrival.join(0.2)
+                yield answer
+
+    errors = [ArithmeticError("a broken step")]
+
+    def fail_once(_generator) -> None:
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(weakref, "WeakSet", Interrupted)
+    monkeypatch.setattr(server.ResponseGenerator, "_generate", fail_once)
+    generator = types.SimpleNamespace(
+        model_provider=types.SimpleNamespace(model="a model"), requests=None
+    )
+    with serving.guarded():
+        kept = [server.Queue() for _ in range(3)]
+        answers = list(kept)
+        server.ResponseGenerator._generate(generator)
+        for answer in answers:
+            assert str(answer.get(timeout=5)) == "a broken step"
 
 
 def test_server_is_put_back(in_process):

@@ -89,10 +89,11 @@ class Program:
         is none: tensors that it does not take, or no compiler.
         """
         config = model.args
-        source = emit(config, model_format(model), kv_dtype, exact)
-        path = library(source, compiler.find())
-        mx.eval(model.parameters())
-        return cls(path, config, arrays_in_order(model), kv_dtype, threads)
+        # What is compiled for these takes no others, which another thread may assign meanwhile.
+        formats, arrays = model_format(model), arrays_in_order(model)
+        path = library(emit(config, formats, kv_dtype, exact), compiler.find())
+        mx.eval([array for array in arrays if array is not None])
+        return cls(path, config, arrays, kv_dtype, threads)
 
     def buffers(
         self, pairs: Sequence[tuple[mx.array, mx.array]], *, sequence: int = 0, skip: int = 0

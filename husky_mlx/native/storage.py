@@ -10,7 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from husky_mlx.errors import CheckpointError
 from husky_mlx.native.errors import NativeError
+from husky_mlx.structure import check_structure
 
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -25,7 +27,12 @@ PROJECTIONS = (
     "mlp.down_proj",
 )
 HEAD_NORMS = ("q_norm", "k_norm")
-# In the order in which the library takes their addresses.
+# These and the next in the order in which the library takes their addresses.
+LAYER_NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    *(f"self_attn.{name}" for name in HEAD_NORMS),
+)
 PARTS = ("weight", "scales", "biases", "bias")
 
 
@@ -85,7 +92,8 @@ def matrix_format(module: nn.Module) -> MatrixFormat | str:
 
 
 def model_format(model: Any) -> ModelFormat:
-    """The formats of a model's tensors. NativeError names all that the program does not take."""
+    """The formats of a model's tensors. NativeError names all that the program does not take, and
+    tensors of other sizes than the config's, which are constants of the program."""
     formats: dict[str, MatrixFormat] = {}
     reasons: dict[str, list[str]] = {}
     for name, module in matrices(model):
@@ -104,6 +112,10 @@ def model_format(model: Any) -> ModelFormat:
                 for reason, names in reasons.items()
             ]
         )
+    try:
+        check_structure(model.args, _by_name(model), "the model")
+    except CheckpointError as error:
+        raise NativeError([str(error)]) from error
     return ModelFormat(
         embedding=formats["embed_tokens"],
         head=formats["lm_head"],
@@ -144,7 +156,19 @@ def norms(model: Any) -> Iterator[tuple[str, nn.Module]]:
         yield f"layers.{i}.post_attention_layernorm", layer.post_attention_layernorm
         for name in HEAD_NORMS:
             if name in layer.self_attn:
-                yield f"layers.{i}.{name}", layer.self_attn[name]
+                yield f"layers.{i}.self_attn.{name}", layer.self_attn[name]
+
+
+def _by_name(model: Any) -> dict[str, mx.array]:
+    """The tensors that the program reads, under mlx-lm's names."""
+    modules = dict(matrices(model))
+    if model.args.tie_word_embeddings:
+        del modules["lm_head"]
+    found: dict[str, mx.array] = {}
+    for name, module in [*modules.items(), *norms(model)]:
+        path = name if name == "lm_head" else f"model.{name}"
+        found |= {f"{path}.{part}": module[part] for part in PARTS if module.get(part) is not None}
+    return found
 
 
 def arrays_in_order(model: Any) -> list[mx.array | None]:
@@ -157,7 +181,7 @@ def arrays_in_order(model: Any) -> list[mx.array | None]:
 
     arrays = [scales["norm"].weight, *parts("embed_tokens"), *parts("lm_head")]
     for i in range(len(model.layers)):
-        for norm in ("input_layernorm", "post_attention_layernorm", *HEAD_NORMS):
+        for norm in LAYER_NORMS:
             module = scales.get(f"layers.{i}.{norm}")
             arrays.append(None if module is None else module.weight)
         for name in PROJECTIONS:

@@ -1,7 +1,7 @@
-"""Reads llama-type GGUF files under mlx-lm's parameter names, every tensor at its own bits.
+"""Reads a Llama's or Qwen's GGUF file under mlx-lm's parameter names, every tensor at its own bits.
 
-llama.cpp stores the rows of q and k in the order of interleaved RoPE pairs. They are put back to
-the half-split order as whole rows of bytes, so that scales and biases move along.
+llama.cpp stores the rows of a Llama's q and k in the order of interleaved RoPE pairs. They are put
+back to the half-split order as whole rows of bytes, so that scales and biases move along.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ TOP_NAMES = {
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
@@ -99,10 +101,13 @@ class Parameters:
     def __init__(self, path: Path):
         self._file = _open(path)
         config = config_from(self._file)
-        self._heads = {
-            "q_proj": config["num_attention_heads"],
-            "k_proj": config["num_key_value_heads"],
-        }
+        # A Qwen's rows are in half-split order already.
+        self._heads = {}
+        if check_architecture(self._file) == "llama":
+            self._heads = {
+                "q_proj": config["num_attention_heads"],
+                "k_proj": config["num_key_value_heads"],
+            }
         self.tensors = _parameters(self._file)
         for parameter, tensor in self.tensors.items():
             if tensor.type_name in BITS and not parameter.endswith(".weight"):
@@ -174,7 +179,7 @@ def _parameters(file: GGUFFile) -> dict[str, Tensor]:
             unsupported.append(f"{name} is {tensor.type_name}")
     if unknown:
         raise CheckpointError(
-            f"{file.path}: tensors that a llama model does not have: {', '.join(unknown)}"
+            f"{file.path}: tensors that the model does not have: {', '.join(unknown)}"
         )
     if unsupported:
         supported = ", ".join(name for name, _, _ in BLOCK_TYPES.values())

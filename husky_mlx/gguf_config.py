@@ -1,4 +1,4 @@
-"""GGUF metadata of architecture ``llama`` -> a config.json-style dict, under mlx-lm's names."""
+"""GGUF metadata of a Llama or Qwen -> a config.json-style dict, under mlx-lm's names."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 # Files made before these had metadata keys name only one stop token, often not the chat's.
 CHAT_END_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>")
 STOP_TOKEN_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral files say llama
 
 # Fields that would change the arithmetic, with the values that leave it alone.
 ARITHMETIC_FIELDS: dict[str, tuple[Any, ...]] = {
@@ -35,11 +37,6 @@ ARITHMETIC_FIELDS: dict[str, tuple[Any, ...]] = {
 METADATA_TYPES: dict[str, type] = {
     "general.architecture": str,
     "split.count": int,
-    "llama.vocab_size": int,
-    "llama.rope.scaling.type": str,
-    "llama.rope.scaling.factor": float,
-    "llama.rope.scaling.original_context_length": int,
-    "llama.rope.scale_linear": float,
     "tokenizer.ggml.model": str,
     "tokenizer.ggml.pre": str,
     "tokenizer.ggml.merges": list,
@@ -48,7 +45,15 @@ METADATA_TYPES: dict[str, type] = {
     "tokenizer.ggml.add_eos_token": bool,
     "tokenizer.ggml.add_space_prefix": bool,
     "tokenizer.chat_template": str,
-} | {f"llama.{field}": type(plain[0]) for field, plain in ARITHMETIC_FIELDS.items()}
+}
+# The same of the fields that begin with the architecture's name.
+_FIELD_TYPES: dict[str, type] = {
+    "vocab_size": int,
+    "rope.scaling.type": str,
+    "rope.scaling.factor": float,
+    "rope.scaling.original_context_length": int,
+    "rope.scale_linear": float,
+} | {field: type(plain[0]) for field, plain in ARITHMETIC_FIELDS.items()}
 
 # llama.cpp's converter writes Llama 3.1's scaling as factors made from these two and from the
 # original context, and keeps only the factors.
@@ -59,9 +64,10 @@ LLAMA3_LOW, LLAMA3_HIGH = 1.0, 4.0
 def open_gguf(path: Path) -> GGUFFile:
     """The file with its metadata checked; CheckpointError lists those of another type."""
     file = GGUFFile(path)
+    fields = {_key(file, field): kind for field, kind in _FIELD_TYPES.items()}
     wrong = [
         f"{key} is {file.metadata[key]!r}, expected {kind.__name__}"
-        for key, kind in METADATA_TYPES.items()
+        for key, kind in (METADATA_TYPES | fields).items()
         if key in file.metadata and not _is_a(file.metadata[key], kind)
     ]
     if wrong:
@@ -76,24 +82,30 @@ def _is_a(value: Any, kind: type) -> bool:
     return isinstance(value, kind)
 
 
-def check_architecture(file: GGUFFile) -> None:
-    """UnsupportedModel unless ``general.architecture`` is llama (Mistral files say so too)."""
+def check_architecture(file: GGUFFile) -> str:
+    """``general.architecture``; UnsupportedModel unless it is one of ``ARCHITECTURES``."""
     architecture = file.metadata.get("general.architecture")
     if architecture is None:
         raise CheckpointError(f"{file.path}: metadata field general.architecture is missing")
-    if architecture != "llama":
-        raise UnsupportedModel(
-            str(file.path), [f"general.architecture is {architecture!r}; supported: 'llama'"]
-        )
+    if architecture not in ARCHITECTURES:
+        found = f"general.architecture is {architecture!r}; supported: {', '.join(ARCHITECTURES)}"
+        raise UnsupportedModel(str(file.path), [found])
+    return architecture
+
+
+def _key(file: GGUFFile, field: str) -> str:
+    return f"{file.metadata.get('general.architecture')}.{field}"
 
 
 def config_from(file: GGUFFile) -> dict[str, Any]:
-    """The config of a llama-type file; UnsupportedModel lists every field outside the family."""
+    """The config of a file; UnsupportedModel lists every field outside its family."""
+    architecture = check_architecture(file)
     differences: list[str] = []
     for field, harmless in ARITHMETIC_FIELDS.items():
-        value = file.metadata.get(f"llama.{field}", harmless[0])
+        key = _key(file, field)
+        value = file.metadata.get(key, harmless[0])
         if value not in harmless:
-            differences.append(f"llama.{field} is {value}; expected {harmless[-1]} or absent")
+            differences.append(f"{key} is {value}; expected {harmless[-1]} or absent")
 
     def size(field: str, default: int | None = None) -> int:
         return _size(file, field, default, differences)
@@ -102,18 +114,20 @@ def config_from(file: GGUFFile) -> dict[str, Any]:
     head_dim = size("attention.key_length", hidden_size // heads)
     for field in ("attention.value_length", "rope.dimension_count"):
         if (found := size(field, head_dim)) != head_dim:
-            differences.append(f"llama.{field} is {found}; expected the head's {head_dim}")
-    rope_theta = float(_metadata(file, "llama.rope.freq_base", float, 10000.0))
+            differences.append(f"{_key(file, field)} is {found}; expected the head's {head_dim}")
+    rope_theta = float(_metadata(file, _key(file, "rope.freq_base"), float, 10000.0))
     window = size("attention.sliding_window", 0)
+    if window and architecture != "llama":
+        differences.append(f"{_key(file, 'attention.sliding_window')} is {window}; expected none")
     config = {
-        "model_type": "mistral" if window else "llama",
+        "model_type": "mistral" if window and architecture == "llama" else architecture,
         "hidden_size": hidden_size,
         "num_hidden_layers": size("block_count"),
         "intermediate_size": size("feed_forward_length"),
         "num_attention_heads": heads,
         "num_key_value_heads": size("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": _metadata(file, "llama.attention.layer_norm_rms_epsilon", float),
+        "rms_norm_eps": _metadata(file, _key(file, "attention.layer_norm_rms_epsilon"), float),
         "vocab_size": _vocab_size(file),
         "max_position_embeddings": size("context_length"),
         "rope_theta": rope_theta,
@@ -180,11 +194,12 @@ def _vocab_size(file: GGUFFile) -> int:
     if embedding is None:
         raise CheckpointError(f"{file.path}: tensor token_embd.weight is missing")
     rows = embedding.shape[0]
-    declared = file.metadata.get("llama.vocab_size", rows)
+    key = _key(file, "vocab_size")
+    declared = file.metadata.get(key, rows)
     tokens = len(token_list(file))
     if declared != rows or tokens > rows:
         raise CheckpointError(
-            f"{file.path}: token_embd.weight has {rows} rows, but llama.vocab_size is {declared} "
+            f"{file.path}: token_embd.weight has {rows} rows, but {key} is {declared} "
             f"and tokenizer.ggml.tokens has {tokens} entries"
         )
     return rows
@@ -201,7 +216,7 @@ def _metadata(file: GGUFFile, key: str, kind: type, default: Any = None) -> Any:
 
 def _size(file: GGUFFile, field: str, default: int | None, differences: list[str]) -> int:
     """A whole number; a per-layer array counts when every layer agrees."""
-    key = f"llama.{field}"
+    key = _key(file, field)
     value = file.metadata.get(key)
     if isinstance(value, np.ndarray) and value.size:
         if len(Counter(value.tolist())) > 1:
@@ -219,20 +234,22 @@ def _size(file: GGUFFile, field: str, default: int | None, differences: list[str
 def _rope_scaling(
     file: GGUFFile, head_dim: int, rope_theta: float, differences: list[str]
 ) -> dict[str, Any] | None:
-    kind = file.metadata.get("llama.rope.scaling.type")
-    factor = file.metadata.get("llama.rope.scaling.factor")
-    legacy = file.metadata.get("llama.rope.scale_linear", 1)
+    kind = file.metadata.get(_key(file, "rope.scaling.type"))
+    factor = file.metadata.get(_key(file, "rope.scaling.factor"))
+    legacy = file.metadata.get(_key(file, "rope.scale_linear"), 1)
     if kind is None and legacy != 1:
         kind, factor = "linear", legacy
     if "rope_freqs.weight" in file.tensors:
         scaling = _llama3_scaling(file, head_dim, rope_theta, differences)
         if scaling and kind not in (None, "none"):
-            differences.append(f"llama.rope.scaling.type is {kind!r} beside rope_freqs.weight")
+            differences.append(
+                f"{_key(file, 'rope.scaling.type')} is {kind!r} beside rope_freqs.weight"
+            )
         return scaling
     if kind in (None, "none"):
         return None
     scaling = {"rope_type": kind, "factor": factor}
-    original = file.metadata.get("llama.rope.scaling.original_context_length")
+    original = file.metadata.get(_key(file, "rope.scaling.original_context_length"))
     if original is not None:
         scaling["original_max_position_embeddings"] = original
     return scaling

@@ -44,14 +44,21 @@ TEKKEN_WORDS = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # tokenizer.ggml.pre -> the published rule; None stands for single digits and GPT-2's rule.
 WORD_RULES = {
     "llama-bpe": LLAMA3_WORDS,
     "llama3": LLAMA3_WORDS,
     "llama-v3": LLAMA3_WORDS,
     "tekken": TEKKEN_WORDS,
+    "qwen2": QWEN2_WORDS,
     "smollm": None,
 }
+# Who looks a whole word up before merging, and begins a text with BOS.
+_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
 
 
 def load_tokenizer(path: Path, tokenizer_config: dict[str, Any] | None = None) -> TokenizerWrapper:
@@ -109,8 +116,7 @@ def _byte_level(file: GGUFFile) -> tuple[Tokenizer, bool]:
                 "which does not join two tokens into a third"
             )
     words = WORD_RULES[rule]
-    # Both published families with a rule of their own look a whole word up before merging.
-    whole_words_first = words is not None
+    whole_words_first = rule in _WHOLE_WORDS_FIRST
     tokenizer = Tokenizer(BPE(vocabulary, merges, ignore_merges=whole_words_first))
     split = (
         pre_tokenizers.Digits(individual_digits=True)
@@ -121,6 +127,8 @@ def _byte_level(file: GGUFFile) -> tuple[Tokenizer, bool]:
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None)]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    if words is QWEN2_WORDS:
+        tokenizer.normalizer = normalizers.NFC()
     return tokenizer, whole_words_first
 
 

@@ -14,6 +14,7 @@ from husky_mlx import checkpoint, foreign, gguf, gguf_tokenizer, sources
 from husky_mlx.config import LAYER_TYPES, SUPPORTED_MODEL_TYPES, LlamaConfig
 from husky_mlx.errors import CheckpointError, UnsupportedModel
 from husky_mlx.frozen import eager_reason
+from husky_mlx.gguf_config import ARCHITECTURES
 from husky_mlx.gguf_file import BLOCK_TYPES
 from husky_mlx.rope import SUPPORTED_ROPE_TYPES
 
@@ -85,7 +86,10 @@ def support_list() -> dict[str, list[str]]:
         "model types": list(SUPPORTED_MODEL_TYPES),
         "attention": list(LAYER_TYPES),
         "rope types": list(SUPPORTED_ROPE_TYPES),
-        "formats": ["folder or Hugging Face repo of safetensors", ".gguf of architecture llama"],
+        "formats": [
+            "folder or Hugging Face repo of safetensors",
+            f".gguf of architecture {', '.join(ARCHITECTURES)}",
+        ],
         "quantization": [
             "none",
             "MLX's own layouts: any bits and group size, mixed too",

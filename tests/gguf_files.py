@@ -137,6 +137,45 @@ def fix_a_tensors(kinds: dict[str, Types] | None = None) -> dict[str, tuple[np.n
     return tensors
 
 
+def write_qwen(
+    path: Path,
+    config: dict[str, Any],
+    weights: dict[str, np.ndarray],
+    sliding_window: int | None = None,
+) -> Path:
+    """A tiny Qwen as llama.cpp's converter stores it: rows as they are, F32, with a tokenizer whose
+    tokens are words, so that llama.cpp loads it too."""
+    architecture = config["model_type"]
+    names = {
+        **{name.removesuffix(".weight"): stored for name, stored in GGUF_NAMES.items()},
+        **{
+            f"model.layers.{layer}.self_attn.{part}_norm": f"blk.{layer}.attn_{part}_norm.weight"
+            for layer in range(2)
+            for part in "qk"
+        },
+    }
+    tensors = {}
+    for name, array in weights.items():
+        module, kind = name.rsplit(".", 1)
+        tensors[f"{names[module].removesuffix('.weight')}.{kind}"] = (array, Types.F32)
+    head_dim = config.get("head_dim", 16)
+    fields = {key.removeprefix("llama."): value for key, value in METADATA.items()}
+    fields |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    fields |= {"rope.dimension_count": head_dim, "attention.sliding_window": sliding_window}
+    tokens = ["w", "0", *(f"w{i}" for i in range(config["vocab_size"] - 2))]
+    metadata: dict[str, Any] = dict.fromkeys(METADATA)
+    metadata |= {f"{architecture}.{field}": value for field, value in fields.items()}
+    metadata |= {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * len(tokens),
+        "tokenizer.ggml.merges": ["w 0"],
+        "tokenizer.ggml.eos_token_id": 0,
+    }
+    return write(path, tensors, metadata, architecture)
+
+
 def write_tokenizer(path: Path, tokens: list[str], metadata: dict[str, Any]) -> Path:
     """A whole tiny model, which llama.cpp loads too, with this many tokens and these metadata."""
     tensors = fix_a_tensors()

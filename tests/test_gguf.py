@@ -10,9 +10,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from gguf_files import FIX_A, GGUF_NAMES, Types, fix_a_tensors, fix_a_weights, write
+from fixtures import PROMPT as LONG_PROMPT
+from fixtures import QWEN2, QWEN3, numpy_weights
+from gguf_files import FIX_A, GGUF_NAMES, Types, fix_a_tensors, fix_a_weights, write, write_qwen
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 from mlx_lm.models.rope_utils import Llama3RoPE
 
@@ -20,6 +23,7 @@ from husky_mlx import gguf
 from husky_mlx.errors import CheckpointError, HuskyError, UnsupportedModel
 from husky_mlx.gguf_blocks import unpack
 from husky_mlx.gguf_file import GGUFFile
+from husky_mlx.loading import load
 
 PROMPT = np.array([[47, 50, 73, 91, 6, 16, 3, 95, 12]])
 BLOCK_LINEARS = {"attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"}
@@ -304,7 +308,7 @@ def test_rope_scaling_metadata(tmp_path: Path, metadata: dict, expected: dict | 
     assert gguf.read_config(path)["rope_scaling"] == expected
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "gemma3", "mistral3"])
+@pytest.mark.parametrize("architecture", ["qwen2moe", "gemma3", "mistral3"])
 def test_other_architectures_are_refused_by_name(tmp_path: Path, architecture: str) -> None:
     path = write(tmp_path / "a.gguf", fix_a_tensors(), architecture=architecture)
     for read in (gguf.read_config, gguf.read_weights):
@@ -355,6 +359,33 @@ def test_attention_bias_rows_follow_their_weights(tmp_path: Path) -> None:
     assert gguf.read_config(path)["attention_bias"] is True
     found = gguf.read_weights(path)["model.layers.0.self_attn.q_proj.bias"]
     np.testing.assert_array_equal(np.array(found), bias)
+
+
+# llama.cpp's greedy tokens after LONG_PROMPT (xllamacpp 2026.10, the file below).
+QWEN_TOKENS = {
+    "qwen2": [5, 12, 5, 12, 61, 5, 12, 5, 12, 61, 5, 12],
+    "qwen3": [5, 29, 21, 65, 51, 28, 25, 89, 58, 72, 45, 73],
+}
+
+
+@pytest.mark.parametrize("config", [QWEN2, QWEN3], ids=QWEN_TOKENS)
+def test_a_qwen_gives_llama_cpps_tokens(tmp_path: Path, config: dict) -> None:
+    weights = numpy_weights(config)
+    path = write_qwen(tmp_path / "a.gguf", config, weights)
+    found = gguf.read_weights(path)
+    assert found.keys() == weights.keys()
+    for name, value in weights.items():
+        np.testing.assert_array_equal(np.array(found[name]), value)
+    model = load(str(path))[0]
+    tokens = [int(t) for t, _ in generate_step(mx.array(LONG_PROMPT), model, max_tokens=12)]
+    assert tokens == QWEN_TOKENS[config["model_type"]]
+
+
+def test_a_qwens_window_is_refused(tmp_path: Path) -> None:
+    """Which layers have it the file does not say."""
+    path = write_qwen(tmp_path / "a.gguf", QWEN2, numpy_weights(QWEN2), sliding_window=8)
+    with pytest.raises(UnsupportedModel, match=r"qwen2\.attention\.sliding_window is 8"):
+        gguf.read_config(path)
 
 
 def test_split_files_are_refused(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 from gguf_files import write_tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
+from husky_mlx import gguf_tokenizer
 from husky_mlx.errors import CheckpointError, SourceError, UnsupportedModel
 from husky_mlx.gguf_tokenizer import load_tokenizer
 from husky_mlx.sources import resolve
@@ -123,6 +125,37 @@ RULE_IDS: dict[str, list[list[int]]] = {
         ],
         [309, 304, 161, 255, 245, 220, 314, 220, 318],
         [295, 198, 297, 198, 197, 197, 87, 201, 293, 198, 220, 220, 68, 77, 67],
+        [89, 68, 65, 81, 64, 220, 89, 68, 65, 81, 64, 82, 220, 57, 68, 65, 81, 64],
+        [327, 291, 329, 220, 172, 253, 239, 235, 172, 253, 237, 121, 326, 87],
+    ],
+    "qwen2": [
+        [264, 220, 220, 276, 6, 83, 220, 40, 282, 284, 280, 287, 7, 87, 8],
+        [
+            16,
+            17,
+            18,
+            19,
+            20,
+            21,
+            22,
+            220,
+            16,
+            17,
+            220,
+            64,
+            16,
+            220,
+            16,
+            64,
+            220,
+            126,
+            121,
+            220,
+            126,
+            110,
+        ],
+        [309, 304, 161, 255, 245, 220, 314, 220, 318],
+        [296, 298, 197, 197, 87, 201, 293, 198, 220, 220, 68, 77, 67],
         [89, 68, 65, 81, 64, 220, 89, 68, 65, 81, 64, 82, 220, 57, 68, 65, 81, 64],
         [327, 291, 329, 220, 172, 253, 239, 235, 172, 253, 237, 121, 326, 87],
     ],
@@ -299,7 +332,7 @@ def byte_level_file(path: Path, pre: str | None, **metadata: Any) -> Path:
     return write_tokenizer(path, names, values)
 
 
-@pytest.mark.parametrize("pre", ["llama-bpe", "tekken", "smollm"])
+@pytest.mark.parametrize("pre", ["llama-bpe", "tekken", "qwen2", "smollm"])
 def test_word_rules_give_llama_cpp_ids(tmp_path: Path, pre: str) -> None:
     tokenizer = load_tokenizer(byte_level_file(tmp_path / "a.gguf", pre))
     for text, expected in zip(TEXTS, RULE_IDS[pre], strict=True):
@@ -307,7 +340,17 @@ def test_word_rules_give_llama_cpp_ids(tmp_path: Path, pre: str) -> None:
 
 
 def test_the_rules_differ_on_these_texts() -> None:
-    assert RULE_IDS["llama-bpe"] != RULE_IDS["tekken"] != RULE_IDS["smollm"]
+    assert len({repr(ids) for ids in RULE_IDS.values()}) == len(RULE_IDS)
+
+
+def test_qwens_rule_is_that_of_transformers() -> None:
+    """Qwen normalizes, too, which llama.cpp does not: the model was trained with the former."""
+    assert gguf_tokenizer.QWEN2_WORDS == PRETOKENIZE_REGEX
+
+
+def test_qwen_normalizes(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(byte_level_file(tmp_path / "a.gguf", "qwen2"))
+    assert tokenizer.encode("e\u0301a") == tokenizer.encode("éa") == [tokenizer.get_vocab()["Ã©a"]]
 
 
 def test_tekken_takes_capitals_from_unicode(tmp_path: Path) -> None:
@@ -319,7 +362,8 @@ def test_tekken_takes_capitals_from_unicode(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pre", "begins"), [("llama-bpe", True), ("tekken", True), ("smollm", False)]
+    ("pre", "begins"),
+    [("llama-bpe", True), ("tekken", True), ("qwen2", False), ("smollm", False)],
 )
 def test_bos_by_family_and_by_metadata(tmp_path: Path, pre: str, begins: bool) -> None:
     tokenizer = load_tokenizer(byte_level_file(tmp_path / "a.gguf", pre))
@@ -384,7 +428,7 @@ def stream(tokenizer: Any, ids: list[int]) -> str:
     return "".join([*segments, detokenizer.last_segment])
 
 
-@pytest.mark.parametrize("pre", ["default", "qwen2", "gpt-2", None])
+@pytest.mark.parametrize("pre", ["default", "qwen35", "gpt-2", None])
 def test_other_word_rules_are_refused_by_name(tmp_path: Path, pre: str | None) -> None:
     path = byte_level_file(tmp_path / "a.gguf", pre)
     with pytest.raises(UnsupportedModel, match=f"tokenizer.ggml.pre is '{pre or 'default'}'"):

@@ -103,7 +103,7 @@ _CONFIGS = {
     "qwen3-8b": llama_config(
         *(4096, 36, 32, 8, 128, 12288, 151936),
         tied=False,
-        context=32768,
+        context=40960,
         rope_theta=1000000.0,
         model_type="qwen3",
     ),

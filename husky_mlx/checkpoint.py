@@ -41,7 +41,7 @@ def read(path: Path, model_config: Mapping[str, Any] | None = None) -> Checkpoin
     """
     notes: list[str] = []
     if path.is_file():
-        config = gguf.read_config(path)
+        config = {**gguf.read_config(path), **(model_config or {})}
         weights = one_dtype(gguf.read_weights(path), activation_dtype)
     elif path.is_dir():
         manifest = artifact.verify(path)
@@ -50,12 +50,11 @@ def read(path: Path, model_config: Mapping[str, Any] | None = None) -> Checkpoin
                 f"{path}: a build of husky compile, whose weights are packed: load and the "
                 "commands that answer take it, others the .hky folder around it"
             )
-        config = read_config(path)
+        config = {**read_config(path), **(model_config or {})}
         weights = _read_safetensors(path, notes)
         foreign.to_mlx(config, weights, str(path))
     else:
         raise CheckpointError(f"{path}: no such file or folder")
-    config.update(model_config or {})
     say_tied(config, weights)
     return Checkpoint(config, weights, path.is_dir(), notes)
 

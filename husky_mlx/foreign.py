@@ -11,6 +11,7 @@ layouts: AutoGPTQ's ``qlinear_cuda_old.py``, compressed-tensors' ``pack_to_int32
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -88,7 +89,7 @@ def to_mlx(config: dict[str, Any], weights: Weights, source: str) -> None:
             _awq(settings, weights, source)
         elif method == "gptq":
             _each(weights, ".qweight", _gptq, settings, source)
-            _drop_zero_biases(config, weights)
+            _drop_zero_biases(config, weights, source)
         elif settings.get("format") == "pack-quantized":
             _each(weights, ".weight_packed", _packed_integers, settings, source)
         else:
@@ -155,9 +156,9 @@ def _gptq(base: str, weights: Weights, settings: Mapping[str, Any], source: str)
     return _affine(words.T.view(mx.uint32), scales, zeros, columns, base, source)
 
 
-def _drop_zero_biases(config: Mapping[str, Any], weights: Weights) -> None:
+def _drop_zero_biases(config: Mapping[str, Any], weights: Weights, source: str) -> None:
     """AutoGPTQ gives some models' matrices biases that they have not, of zeros."""
-    expected = expected_shapes(LlamaConfig.from_dict(config))
+    expected = expected_shapes(LlamaConfig.from_dict(config, str(Path(source, "config.json"))))
     for name in [name for name in weights if name.endswith(".bias") and name not in expected]:
         if not mx.any(weights[name]).item():
             del weights[name]

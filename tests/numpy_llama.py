@@ -71,13 +71,17 @@ def logits(
         sine, cosine = np.sin(angles)[:, None], np.cos(angles)[:, None]
         return np.concatenate([a * cosine - b * sine, b * cosine + a * sine], -1)
 
+    def heads_of(x: np.ndarray, name: str, count: int) -> np.ndarray:
+        y = linear(x, f"{name}_proj").reshape(length, count, dims)
+        return norm(y, f"{name}_norm") if f"{name}_norm.weight" in w else y
+
     x = w["model.embed_tokens.weight"][tokens]
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         y = norm(x, f"{prefix}.input_layernorm")
-        q = rotate(linear(y, f"{prefix}.self_attn.q_proj").reshape(length, heads, dims))
-        k = rotate(linear(y, f"{prefix}.self_attn.k_proj").reshape(length, kv_heads, dims))
-        v = linear(y, f"{prefix}.self_attn.v_proj").reshape(length, kv_heads, dims)
+        q = rotate(heads_of(y, f"{prefix}.self_attn.q", heads))
+        k = rotate(heads_of(y, f"{prefix}.self_attn.k", kv_heads))
+        v = heads_of(y, f"{prefix}.self_attn.v", kv_heads)
         k, v = (np.repeat(each, heads // kv_heads, axis=1) for each in (k, v))
         scores = np.einsum("qhd,khd->hqk", q, k) * dims**-0.5
         scores = np.where(visible, scores, -np.inf)

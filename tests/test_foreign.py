@@ -10,7 +10,16 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from fixtures import FIX_A, FIX_B, PROMPT, numpy_weights, write_folder, write_tokenizer
+from fixtures import (
+    FIX_A,
+    FIX_B,
+    PROMPT,
+    QWEN2,
+    QWEN3,
+    numpy_weights,
+    write_folder,
+    write_tokenizer,
+)
 from numpy_llama import logits
 
 from husky_mlx import checkpoint
@@ -92,21 +101,23 @@ def packed_integers(base: str, codes: Codes, bits: int) -> dict[str, np.ndarray]
     return parts
 
 
-def foreign(folder: Path, settings: dict, packed, bits: int = 4, symmetric=False, group=GROUP):
-    """FIX-B with packed projections, and the weights that these stand for."""
-    weights, meant = dict(numpy_weights(FIX_B)), dict(numpy_weights(FIX_B))
-    for name in [name for name in weights if "_proj" in name]:
+def foreign(
+    folder: Path, settings: dict, packed, bits: int = 4, symmetric=False, group=GROUP, config=FIX_B
+):
+    """A model with packed projections, and the weights that these stand for."""
+    weights, meant = dict(numpy_weights(config)), dict(numpy_weights(config))
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
         codes = codes_of(weights.pop(name), bits, group, symmetric)
         meant[name] = values_of(*codes, group).astype(np.float32)
         weights |= packed(name.removesuffix(".weight"), codes, bits)
     arrays = {name: mx.array(value) for name, value in weights.items()}
-    return write_folder(folder, FIX_B, arrays, True, quantization_config=settings), meant
+    return write_folder(folder, config, arrays, True, quantization_config=settings), meant
 
 
-def check_logits(folder: Path, meant: dict[str, np.ndarray]) -> None:
-    expected = logits(FIX_B, meant, PROMPT[:8])
+def check_logits(folder: Path, meant: dict[str, np.ndarray], config=FIX_B, **options) -> None:
+    expected = logits(config, meant, PROMPT[:8])
     # float16 scales and biases: a bias is off by up to half a unit of its last place.
-    found = load(str(folder))[0](mx.array([PROMPT[:8]]))[0]
+    found = load(str(folder), **options)[0](mx.array([PROMPT[:8]]))[0]
     np.testing.assert_allclose(np.array(found.astype(mx.float32)), expected, atol=3e-3)
 
 
@@ -156,6 +167,26 @@ def test_gptqs_biases_of_zeros_are_left_out_and_others_are_not(tmp_path):
                 load(str(folder))
 
 
+@pytest.mark.parametrize("family", [QWEN2, QWEN3], ids=["qwen2", "qwen3"])
+@pytest.mark.parametrize("case", ["gptq", "awq", "compressed-tensors with zeros"])
+def test_biases_of_qkv_and_norms_of_heads_are_kept(case, family, tmp_path):
+    config = {**family, **{key: FIX_B[key] for key in ("vocab_size", "eos_token_id")}}
+    settings, packed, options = CASES[case]
+    folder, meant = foreign(tmp_path / "m", settings, packed, config=config, **options)
+    check_logits(folder, meant, config)
+    check_logits(convert(folder, tmp_path / "m.hky", notify=pytest.fail), meant, config)
+
+
+def test_gptq_under_a_config_that_the_caller_corrects(tmp_path):
+    """Which biases a model has is asked of the corrected config, and a wrong one is named."""
+    folder, meant = foreign(tmp_path / "m", *CASES["gptq"][:2])
+    config = json.loads((folder / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": yarn}))
+    check_logits(folder, meant, model_config={"rope_scaling": None})
+    assert "rope_type is 'yarn'" in refusal(folder)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_packed_integers_are_the_numbers_that_they_stand_for_C030(case, tmp_path):
     settings, packed, options = CASES[case]
@@ -203,7 +234,7 @@ def fp8_folder(folder: Path, settings: dict, block: tuple[int, int] | None, name
     weights, meant = dict(numpy_weights(FIX_B)), dict(numpy_weights(FIX_B))
     raw: dict[str, tuple[str, np.ndarray]] = {}
     for key in list(weights):
-        if "_proj" not in key:
+        if not key.endswith("_proj.weight"):
             raw[key] = ("F32", weights[key])
             continue
         codes = rng.choice(np.r_[0:127, 128:255], weights[key].shape).astype(np.uint8)

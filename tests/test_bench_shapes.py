@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from bench_fakes import ROOT, TINY, numpy_values
 from mlx.utils import tree_flatten
-from mlx_lm.models import llama
+from mlx_lm.models import llama, qwen2, qwen3
 
 from husky_mlx import bench_engine, shapes
 from husky_mlx.errors import HuskyError
@@ -23,12 +23,15 @@ PUBLISHED_PARAMETERS = {
     "llama-3.2-3b": 3_212_749_824,
     "llama-3.1-8b": 8_030_261_248,
     "mistral-7b": 7_248_023_552,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-8b": 8_190_735_360,
     "smollm2-135m": 134_515_008,
 }
 
 
 def stock_model(config):
-    return llama.Model(llama.ModelArgs.from_dict(config))
+    family = {"qwen2": qwen2, "qwen3": qwen3}.get(config["model_type"], llama)
+    return family.Model(family.ModelArgs.from_dict(config))
 
 
 @pytest.mark.parametrize("name", shapes.SHAPES)

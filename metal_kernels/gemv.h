@@ -8,7 +8,8 @@
 //
 // x (M, K) and norm (K,) are T; the matrix has N rows in the format of dequantize.h (GROUP values
 // share an entry of scales and biases (N, K / GROUP), in T). K is a multiple of 32.
-// INTEGER: in whole numbers, on CUDA's matrix units. NORM: the product is of x after RMS norm. A product is read with `gemv_value`.
+// INTEGER: in whole numbers, on CUDA's matrix units. NORM: the product is of x after RMS norm. A
+// product is read with `gemv_value`.
 #include "gemv_lanes.h"
 #ifdef MSL_CUDA
 #include "gemv_integer.h"

@@ -21,8 +21,8 @@ struct MmaShape {
   static constant constexpr float OFFSET = BITS == 4 ? 16.0f : 272.0f;
 };
 
-// COUNT entries from `first` on of the row of ENTRIES scales that begins at `row`, two in a word; past
-// the row its last one again.
+// COUNT entries from `first` on of the row of ENTRIES scales that begins at `row`, two in a word;
+// past the row its last one again.
 template <typename T, int COUNT, bool ALIGNED, int ENTRIES>
 inline void load_entries(const device T* scales, uint row, uint first, thread uint* words) {
   if constexpr (ALIGNED && COUNT == 2) {

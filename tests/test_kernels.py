@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from husky_mlx import device, kernels
 from husky_mlx.kernel_source import kernel_source, names
+from husky_mlx.metal_text import kernel_folder
 
 TABLE = mx.arange(40 * 32, dtype=mx.float32).reshape(40, 32)
 PLACE = mx.zeros((16,), mx.int32)
@@ -245,3 +247,10 @@ def test_every_kernel_reads_for_both_platforms_and_names_no_input_twice():
             parameters = source.inputs + source.outputs + source.template
             assert len(set(parameters)) == len(parameters), op
             assert "//" not in source.header + source.source, op
+
+
+def test_the_readme_of_the_kernels_says_what_each_does():
+    folder = kernel_folder()
+    rows = re.findall(r"(?m)^\| (`[^|]*) \| ", (folder / "README.md").read_text(encoding="utf-8"))
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(path.stem for path in folder.glob("*.metal"))

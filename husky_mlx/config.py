@@ -12,12 +12,13 @@ from husky_mlx.rope import Rope, is_positive, parse_rope
 
 @dataclass(frozen=True)
 class _Family:
-    """What a model type has besides what its config says, in mlx-lm and transformers alike.
+    """What a model type has besides what its config says.
 
     ``query_bias``: biases of q, k and v but not of o, whatever the config says. ``theta``: the
-    rotary base of a config without one. ``windows``: whether a ``sliding_window`` is one of all
-    layers ("always"), never or where ``use_sliding_window`` is true, then of the layers from
-    ``max_window_layers`` on ("asked"). ``stock``: mlx-lm's module, if it has another name.
+    rotary base of a config without one, as in mlx-lm. ``windows``, as in transformers: whether a
+    ``sliding_window`` is one of all layers ("always"), never or where ``use_sliding_window`` is
+    true, then of the layers from ``max_window_layers`` on ("asked"). ``stock``: mlx-lm's module,
+    if it has another name.
     """
 
     query_bias: bool = False

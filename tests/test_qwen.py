@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import emulated_kernels
+import fused_models
 import mlx.core as mx
 import mlx_lm
 import numpy as np
@@ -17,23 +18,24 @@ from fixtures import (
     QWEN3,
     mlx_weights,
     model_of,
+    numpy_weights,
     quantize_weights,
     write_folder,
 )
-from mlx_lm.generate import generate_step, generation_stream
+from fused_models import expected
+from mlx_lm.models import qwen2
 from mlx_lm.models.cache import BatchKVCache
 from mlx_lm.tuner.utils import linear_to_lora_layers
+from numpy_llama import logits, stepwise_logits
 from test_parity import stock_model
 
-from husky_mlx import chips, frozen, kernels
+from husky_mlx import chips, kernels
 from husky_mlx.bench_ops import compare
 from husky_mlx.bench_ops_cases import OPS, Cases
 from husky_mlx.config import LlamaConfig
 from husky_mlx.dropin import DropIn
 from husky_mlx.errors import CheckpointError, UnsupportedModel
 from husky_mlx.footprint import NORMS, footprint
-from husky_mlx.fused import FusedGraph, fused_weights
-from husky_mlx.greedy import greedy_tokens
 from husky_mlx.loading import build_model, load
 from husky_mlx.model import Model
 from husky_mlx.ops.gemv import Platform
@@ -63,20 +65,12 @@ PUBLISHED_QWEN3 = {
 }
 
 fast_emulator = pytest.fixture(emulated_kernels.fast_emulator)
+on = pytest.fixture(fused_models.on)
 families = pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES.keys())
 
 
 def decode(model, prompt, count):
-    cache = model.make_cache()
-    tokens = greedy_tokens(
-        model, mx.array(prompt), count, stream=generation_stream, prompt_cache=cache
-    )
-    return [token for token, _ in tokens]
-
-
-def theirs(config, weights, prompt, count):
-    stock = stock_model(config, dict(weights))
-    return [int(t) for t, _ in generate_step(mx.array(prompt), stock, max_tokens=count)]
+    return fused_models.decode(model, prompt, count)[0]
 
 
 class TestConfig:
@@ -119,6 +113,19 @@ class TestConfig:
         )
         assert [found.window_of(layer) for layer in range(2)] == windows
 
+    @families
+    def test_a_window_hides_what_it_should(self, config):
+        """mlx-lm attends to everything."""
+        config = {**config, "sliding_window": 8, "use_sliding_window": True, "max_window_layers": 0}
+        wanted = logits(config, numpy_weights(config), PROMPT, window=8)
+        found = stepwise_logits(model_of(config=config), PROMPT, 5)
+        np.testing.assert_allclose(found, wanted, atol=2e-5 * np.abs(wanted).max())
+
+    def test_a_config_without_a_rotary_base(self):
+        without = {name: value for name, value in QWEN2.items() if name != "rope_theta"}
+        theirs = qwen2.ModelArgs.from_dict(without).rope_theta
+        assert LlamaConfig.from_dict(without).rope_theta == theirs
+
     def test_an_impossible_number_of_window_layers(self):
         config = {**QWEN2, "sliding_window": 8, "use_sliding_window": True}
         with pytest.raises(CheckpointError, match="max_window_layers must be a whole number"):
@@ -139,7 +146,7 @@ class TestOnCPU:
         if bits:
             weights = quantize_weights(weights, bits, 32)
         model = build_model(config, dict(weights))
-        assert decode(model, PROMPT, 16) == theirs(config, weights, PROMPT, 16)
+        assert decode(model, PROMPT, 16) == expected(config, weights, PROMPT, 16)
         assert model.plan.counts["native"] == 17
 
     def test_native_program_with_norms_and_biases_in_16_bit(self, config, monkeypatch):
@@ -150,7 +157,7 @@ class TestOnCPU:
         }
         model = build_model(config, dict(halves))
         exact = {name: value.astype(mx.float32) for name, value in halves.items()}
-        assert decode(model, PROMPT, 12) == theirs(config, exact, PROMPT, 12)
+        assert decode(model, PROMPT, 12) == expected(config, exact, PROMPT, 12)
 
     def test_a_changed_norm_or_bias_is_seen(self, config):
         model = model_of(config=config)
@@ -163,13 +170,13 @@ class TestOnCPU:
         weights = {**mlx_weights(config)}
         name = "k_norm.weight" if config is QWEN3 else "q_proj.bias"
         weights[f"model.layers.0.self_attn.{name}"] *= -3
-        wanted = theirs(config, weights, PROMPT, 6)
+        wanted = expected(config, weights, PROMPT, 6)
         assert decode(model, PROMPT, 6) == wanted != before
 
     def test_a_folder_loads_and_names_what_is_missing(self, config, tmp_path):
         weights = mlx_weights(config)
         folder = write_folder(tmp_path / "whole", config, weights, tokenizer=True)
-        assert decode(load(folder)[0], PROMPT, 6) == theirs(config, weights, PROMPT, 6)
+        assert decode(load(folder)[0], PROMPT, 6) == expected(config, weights, PROMPT, 6)
         name = "model.layers.1.self_attn." + ("k_norm.weight" if config is QWEN3 else "v_proj.bias")
         del weights[name]
         weights["model.layers.0.self_attn.o_proj.bias"] = mx.zeros((64,))
@@ -222,11 +229,16 @@ class TestTools:
         assert mx.argmax(whole, axis=-1).tolist() == after
 
 
-def test_published_numbers_of_parameters():
-    """Of Qwen/Qwen2.5-7B and Qwen/Qwen3-8B, as their safetensors say."""
-    for name, parameters in (("qwen2.5-7b", 7_615_616_512), ("qwen3-8b", 8_190_735_360)):
-        raw = shape_config(name)
-        assert footprint(LlamaConfig.from_dict(raw), raw).weight_bytes() == 2 * parameters
+@pytest.mark.parametrize(
+    ("name", "parameters", "context"),
+    [("qwen2.5-7b", 7_615_616_512, 131072), ("qwen3-8b", 8_190_735_360, 40960)],
+)
+def test_published_sizes(name, parameters, context):
+    """Of Qwen/Qwen2.5-7B and Qwen/Qwen3-8B, as their safetensors and configs say."""
+    raw = shape_config(name)
+    found = LlamaConfig.from_dict(raw)
+    assert footprint(found, raw).weight_bytes() == 2 * parameters
+    assert found.max_position_embeddings == context
 
 
 def test_norms_of_heads_count_as_norms():
@@ -243,24 +255,17 @@ class TestKernels:
         pass
 
     @pytest.fixture(params=["m1", "sm_90"])
-    def models(self, request, config, monkeypatch):
+    def models(self, request, config, on):
         """Ours on a chip's kernels, and mlx-lm's."""
-
-        def fused(config, weights, plan, tiles=None):
-            made = fused_weights(config, weights)
-            assert not isinstance(made, str), made
-            chip = chips.parse(request.param)[0]
-            return FusedGraph(config, made, plan, Platform(chip, "emulator"))
-
-        monkeypatch.setattr(frozen, "choose_graph", fused)
+        on(request.param)
         weights = quantize_weights(mlx_weights(config), 4, 32)
         return build_model(config, dict(weights)), stock_model(config, dict(weights))
 
-    def test_tokens_across_a_growth(self, models):
-        model, stock = models
+    def test_tokens_across_a_growth(self, models, config):
+        model, _ = models
         prompt = PROMPT + PROMPT[:18]
-        wanted = [int(t) for t, _ in generate_step(mx.array(prompt), stock, max_tokens=10)]
-        assert decode(model, prompt, 10) == wanted
+        weights = quantize_weights(mlx_weights(config), 4, 32)
+        assert decode(model, prompt, 10) == expected(config, weights, prompt, 10)
         assert model.plan.counts["frozen"] == 11
 
     def test_launches_a_layer(self, models, config):

@@ -8,7 +8,7 @@ import warnings
 import emulated_kernels
 import mlx.core as mx
 import pytest
-from fixtures import FIX_A, PROMPT, mlx_weights, quantize_weights
+from fixtures import FIX_A, PROMPT, QWEN3, mlx_weights, quantize_weights
 from fused_models import CHIPS, decode, difference, expected, weights_of
 
 from husky_mlx import differences, emulator, kernels, verdicts
@@ -71,11 +71,11 @@ def test_every_number_of_rows_passes_the_self_test(tested_on, chip):
     assert list(json.loads(path.read_text()).values()) == [None] * 8
 
 
-def test_the_plan_shows_every_kernel(tested_on):
+@pytest.mark.parametrize("config", [FIX_A, QWEN3], ids=["llama", "qwen3"])
+def test_the_plan_shows_every_kernel(tested_on, config):
     """With what the weights of this model are, and as many kernels as a step launches."""
     tested_on("m1")
-    weights = weights_of(FIX_A)
-    model = build_model(FIX_A, dict(weights))
+    model = build_model(config, weights_of(config))
     model.prepare()
     cache = model.make_cache()
     model(mx.array([PROMPT]), cache=cache)
@@ -84,8 +84,11 @@ def test_the_plan_shows_every_kernel(tested_on):
     lines = str(model.plan).splitlines()[2:]
     shown = [line.strip().partition(":")[0] for line in lines]
     assert shown == list(dict.fromkeys(launch.op for launch in launches))
-    assert all("4 bit in groups of 32" in line for line in lines if "attention" not in line)
-    assert "attention_decode: context whole, in 8 parts and attention_combine from 2048" in lines[2]
+    by_name = dict(zip(shown, lines, strict=True))
+    attention = by_name.pop("attention_decode")
+    assert "context whole, in 8 parts and attention_combine from 2048" in attention
+    by_name.pop("norm_rope_append", None)
+    assert all("4 bit in groups of 32" in line for line in by_name.values())
     assert model.plan.summary == "\n".join(str(model.plan).splitlines()[:2])
 
 
@@ -116,6 +119,18 @@ PLANTED = {
     "another token": ("argmax_combine", "tokens[", "tokens[0] = 0; if (false) tokens[", "token"),
     "does not compile": ("o_proj_add", "constexpr int", "constexpr wrong", "wrong"),
 }
+
+
+def test_norms_of_heads_are_tested_too(tested_on, plant):
+    """Of a model that has them: the norm of k in place of q's."""
+    tested_on()
+    plant("norm_rope_append", "head < HEADS ? q_norm : k_norm", "k_norm")
+    weights = weights_of(QWEN3)
+    with pytest.warns(UserWarning, match="fused kernels are off") as caught:
+        model = build_model(QWEN3, dict(weights))
+        tokens, _ = decode(model, PROMPT, 6)
+    assert tokens == expected(QWEN3, weights, PROMPT, 6)
+    assert len(caught) == 1 and "the logits differ by" in str(caught[0].message)
 
 
 @pytest.mark.parametrize("name", PLANTED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from fixtures import FIX_A
+from fixtures import FIX_A, QWEN3
 from test_prefill import LONG, emulated, kernels_of, models, theirs, tokens  # noqa: F401
 
 from husky_mlx import differences, graphs
@@ -17,9 +17,10 @@ def short(emulated, monkeypatch):  # noqa: F811
     monkeypatch.setattr(graphs, "short_prompts", lambda chip, itemsize: (8, 16))
 
 
+@pytest.mark.parametrize("config", [FIX_A, QWEN3], ids=["llama", "qwen3"])
 @pytest.mark.parametrize("length", [4, 5, 8, 9, 16, 17])
-def test_tokens_and_path_at_every_border(short, length):
-    model, stock = models()
+def test_tokens_and_path_at_every_border(short, length, config):
+    model, stock = models(config)
     assert tokens(model, LONG[:length], 3) == theirs(stock, LONG[:length], 3)
     assert model.plan.counts["prefill"] == int(length > 4)
     assert model.plan.counts["reference"] == 0

@@ -200,3 +200,34 @@ def test_heads_and_rope_kinds(scheme, head_dim, traditional, batched, has_bias, 
         has_bias=has_bias,
         norm=norm,
     )
+
+
+@all_cases(3)
+def test_qkv_before_norms_of_heads(scheme, bits, group, dtype, m, columns, tile):
+    """In rows that tiles do not divide; one of two times with a bias."""
+    rng = np.random.default_rng(columns + m)
+    rows, has_bias = 88, columns % 128 == 0
+    weights = random_weights(rng, rows, columns, bits, group, dtype)
+    x, factors = normal(rng, (m, columns), dtype, 3.0), normal(rng, (columns,), dtype, 0.2, 0.5)
+    bias = normal(rng, (rows,), dtype)
+    (qkv,) = launch(
+        scheme,
+        "rms_qkv",
+        {"x": x, "constants": weights.constants(*[bias] * has_bias, factors)},
+        [((m, rows), dtype)],
+        template_of(
+            bits,
+            group,
+            dtype,
+            m,
+            columns,
+            tile,
+            N=rows,
+            NORM=True,
+            EPS_BITS=EPS_BITS,
+            HAS_BIAS=has_bias,
+        ),
+        GemvShape(m, rows, columns),
+        tile,
+    )
+    check(qkv, rms_norm(x, factors, scheme) @ weights.exact.T + has_bias * exact(bias))

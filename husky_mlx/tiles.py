@@ -107,11 +107,18 @@ class GemvTile:
         return self.threadgroups(shape) * self.threadgroup[0], 1, 1
 
     def threadgroup_bytes(self, shape: GemvShape) -> int:
+        """At most: ``integer`` keeps less for groups of more than 32."""
         partial_sums = 4 * shape.m * (self.rows * self.simdgroups + self.k_split)
         staged = 2 * shape.m * shape.k if self.stages_x or self.integer else 16
-        if self.integer:  # and two floats for each group, of 32 at the least, and a simdgroup's one
-            staged += shape.m * (shape.k // 4 + 4 * self.simdgroups)
+        if self.integer:  # two floats a group for each row of x, one a simdgroup for each
+            staged += shape.m * _whole_vectors(2 * (shape.k // 32))
+            staged += _whole_vectors(shape.m * self.simdgroups)
         return partial_sums + staged
+
+
+def _whole_vectors(floats: int) -> int:
+    """Bytes of so many floats in vectors of four."""
+    return -(-floats // 4) * 16
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from gemv_reference import (
+    EMULATED_MMA,
     EPS_BITS,
     TILES,
     Weights,
@@ -19,6 +22,8 @@ from gemv_reference import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from husky_mlx import emulator
+from husky_mlx.kernel_source import kernel_source
 from husky_mlx.tiles import GemvShape, GemvTile
 
 TILE = TILES["integer"][1]
@@ -103,6 +108,33 @@ def test_many_rows_of_a_wide_matrix(bits):
     for tile in TILES["integer"]:
         y = product(x, weights, bits, 32, tile)
         check(y, exact(x) @ weights.exact.T, tolerance=2e-4)
+
+
+def test_a_tile_knows_what_threadgroup_memory_its_kernel_declares():
+    """Groups of 32; of wider ones it declares less."""
+    cases = list(itertools.product(TILES["integer"], (1, 2, 3, 4), (32, 96, 160, 2048, 4064)))
+    declared = [
+        f"sizes[{i}] = 16 * gemv_staged<bfloat16_t, 4, 32, {columns}, {m}, {tile.simdgroups}, true,"
+        f" true>() + 4 * gemv_partial<{m}, {tile.rows}, {tile.simdgroups}, {tile.k_split}>();"
+        for i, (tile, m, columns) in enumerate(cases)
+    ]
+    kernel = emulator.metal_kernel(
+        "declared",
+        ["x"],
+        ["sizes"],
+        "\n".join(["if (thread_position_in_grid.x == 0) {", *declared, "}"]),
+        kernel_source("rms_qkv", cuda=True, overlay=EMULATED_MMA).header,
+    )
+    (sizes,) = kernel(
+        inputs=[mx.zeros(8)],
+        template=[],
+        grid=(32, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(len(cases),)],
+        output_dtypes=[mx.int32],
+    )
+    known = [tile.threadgroup_bytes(GemvShape(m, 64, columns)) for tile, m, columns in cases]
+    assert sizes.tolist() == known
 
 
 @settings(max_examples=15, deadline=None)

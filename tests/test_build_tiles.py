@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 
 import compiled_builds
 import mlx.core as mx
 import pytest
 from compiled_builds import compiled
-from fixtures import FIX_B, mlx_weights, quantize_weights
 
 import husky_mlx.pack
 from husky_mlx import chips, tile_table
 from husky_mlx.compilation import compile_model
 from husky_mlx.fused import fused_weights
 from husky_mlx.launches import launch_lines
-from husky_mlx.loading import build_model, load
-from husky_mlx.ops import gemv
+from husky_mlx.loading import load
 from husky_mlx.ops.gemv import Platform, gemv_tile
 from husky_mlx.policy import policy
+from husky_mlx.tiles import GemvShape, GemvTile
 
 hky = pytest.fixture(scope="module")(compiled_builds.hky)
 copy = pytest.fixture(compiled_builds.copy)
@@ -67,37 +65,14 @@ class TestTiles:
         )
         assert found == other != gemv_tile(key[0], key[1].m, Matrix, Platform(m1, "metal"), True)
 
-    def test_tuning_takes_what_is_faster_right_and_fits(self, copy, monkeypatch):
-        """On the emulator, with figures of its own: fewer simdgroups and more unrolling win."""
-        from husky_mlx import tuning
-
+    def test_what_tuning_found_goes_into_the_table(self, monkeypatch):
         m1 = chips.parse("m1")[0]
-        wide = {**FIX_B, "head_dim": 16}
-        model = build_model(wide, quantize_weights(mlx_weights(wide), 4, 32))
-        used: list = []
-        launched = gemv.launch_gemv
-
-        def launch(op, matrix, tile, *rest, **options):
-            used.append(tile)
-            return launched(op, matrix, tile, *rest, **options)
-
-        for module in list(sys.modules.values()):
-            if getattr(module, "launch_gemv", None) is launched:
-                monkeypatch.setattr(module, "launch_gemv", launch)
-
-        def measure(case):
-            case.ours.step(0, *case.ours.state)
-            return used[-1].simdgroups * 10 - used[-1].unroll
-
-        monkeypatch.setattr(tuning, "OPS", ("o_proj_add",))
-        found = tuning.tune(model, m1, "emulator", measure)
-        ((op, shape, bits), tile), *_ = found.items()
-        assert (op, shape.n, shape.k, bits) == ("o_proj_add", 64, 64, 4)
-        assert tile.simdgroups == 2 and tile != policy(op, shape, bits, m1)
-        table = tile_table.tile_table({}, False, m1, found)
-        assert table == []
-        none = tuning.tune(model, m1, "emulator", lambda case: 1.0)
-        assert none == {}
+        keys = [("o_proj_add", GemvShape(1, 64, columns), 4) for columns in (64, 128)]
+        monkeypatch.setattr(tile_table, "products", lambda layouts, tied: keys)
+        tuned = {keys[1]: GemvTile(8, 4, 2, 1, integer=True)}
+        stored = json.loads(json.dumps(tile_table.tile_table({}, False, m1, tuned)))
+        found = tile_table.from_json(stored)
+        assert found == {keys[0]: policy(*keys[0], m1)} | tuned
 
     def test_tuning_needs_the_targets_gpu(self, copy):
         for target in ("cpu", "m3pro"):

@@ -32,6 +32,7 @@ from husky_mlx.selftest import SelfTest
 CONFIG = shapes.llama_config(
     *(256, 2, 4, 2, 64, 512, 512), tied=False, context=512, rope_theta=10000.0
 )
+HEAD_NORMS = {**CONFIG, "model_type": "qwen3"}
 # Bits, group size and dtype of the weights that the kernels are run on.
 FORMATS = ((4, 64, "bfloat16"), (8, 64, "float16"), (16, 64, "float16"))
 CONTEXT = 300  # rows that attention sees: more than one block of any tile
@@ -43,10 +44,16 @@ OFF = "until then set HUSKY_KERNELS=0; report it with the output of husky doctor
 
 
 def tiny_model(
-    bits: int, group_size: int, dtype: str, backend: str = "husky", *, lazy: bool = False
+    bits: int,
+    group_size: int,
+    dtype: str,
+    backend: str = "husky",
+    *,
+    lazy: bool = False,
+    config: dict[str, Any] = CONFIG,
 ) -> Any:
     """A model of random weights; with ``lazy`` it is not frozen, and no self-test runs."""
-    config = shapes.quantized(CONFIG, bits, group_size)
+    config = shapes.quantized(config, bits, group_size)
     weights = shapes.random_weights(config, bits, group_size, getattr(mx, dtype), SEED)
     return build_model(config, weights, backend=backend, lazy=lazy, source="the built-in model")
 
@@ -59,10 +66,11 @@ def kernel_checks() -> Iterator[Finding]:
         return
     mx.random.seed(SEED)
     with kernels.record() as launches:
-        models = {settings: tiny_model(*settings, lazy=True) for settings in FORMATS}
         for op in OPS:
-            yield _operation(op, models, platform)
-        yield from _steps(tiny_model(*FORMATS[0], lazy=True), platform)
+            yield _operation(op, op, CONFIG, platform)
+        yield _operation("norm_rope_append", "rms_qkv_rope_append", HEAD_NORMS, platform)
+        for config in (CONFIG, HEAD_NORMS):
+            yield from _steps(tiny_model(*FORMATS[0], lazy=True, config=config), platform)
     run = {launch.op for launch in launches}
     unseen = sorted({path.stem for path in kernel_folder().glob("*.metal")} - run - {"floor"})
     if unseen:
@@ -71,16 +79,17 @@ def kernel_checks() -> Iterator[Finding]:
         yield ok("kernels", f"{len(run)} run in {len(FORMATS)} formats")
 
 
-def _operation(op: str, models: dict[tuple, Any], platform: Platform) -> Finding:
+def _operation(name: str, op: str, config: dict[str, Any], platform: Platform) -> Finding:
     """One operation in every format, against the MLX operations that it replaces."""
     largest = 0.0
-    for (bits, _, dtype), model in models.items():
+    for bits, group_size, dtype in FORMATS:
+        model = tiny_model(bits, group_size, dtype, lazy=True, config=config)
         try:
             for case in Cases(model, platform, 1, [CONTEXT]).of(op):
                 largest = max(largest, compare(case))
         except Exception as error:  # whatever a compiler, a driver or a check of ours raises
-            return fail(f"kernel {op}", f"{bits} bit, {dtype}: {brief(error)}", OFF)
-    return ok(f"kernel {op}", f"right within {largest:.1%} of the result's size")
+            return fail(f"kernel {name}", f"{bits} bit, {dtype}: {brief(error)}", OFF)
+    return ok(f"kernel {name}", f"right within {largest:.1%} of the result's size")
 
 
 def _steps(model: Model, platform: Platform) -> Iterator[Finding]:
@@ -94,12 +103,14 @@ def _steps(model: Model, platform: Platform) -> Iterator[Finding]:
     twin = StepGraph(model.args, weights, copy.copy(model.plan))
     test = SelfTest(model.args, made, twin, platform)
     lengths = short_prompts(platform.chip, made.embedding.dtype.size)
+    more = " with norms of heads" if model.args.qk_norm else ""
     for name, problem in (
         ("decode step", test.problem(1, False)),
         ("decode, 2 rows", test.problem(2, True)),
         ("prompts", test.prompt_problem()),
         *([("short prompts", test.short_prompt_problem(lengths))] if lengths else []),
     ):
+        name += more
         yield ok(name, "as plain MLX operations") if problem is None else fail(name, problem, OFF)
 
 

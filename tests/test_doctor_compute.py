@@ -46,6 +46,13 @@ def test_a_broken_kernel_is_found(emulated, planted, says):
     assert "HUSKY_KERNELS=0" in found.advice
 
 
+def test_a_broken_norm_of_heads_is_found(emulated, monkeypatch):
+    emulated("norm_rope_append", "squares / float(D)", "squares")
+    monkeypatch.setattr(doctor_compute, "OPS", ["embed"])
+    found = one(doctor_compute.kernel_checks, FAIL)
+    assert found.name == "kernel norm_rope_append" and "differs from MLX's by" in found.found
+
+
 def test_a_right_kernel_is_right(emulated):
     emulated("embed", SCALED, SCALED)
     assert next(iter(doctor_compute.kernel_checks())).state == OK
@@ -60,6 +67,7 @@ def test_whole_steps_and_prompts_are_right_and_every_kernel_runs(
     monkeypatch.setattr(doctor_compute, "FORMATS", ((4, 64, "float32"),))
     found = {finding.name: finding for finding in doctor_compute.kernel_checks()}
     assert {"decode step", "prompts", "kernel down_add", "kernels"} <= set(found)
+    assert {"kernel norm_rope_append", "decode step with norms of heads"} <= set(found)
     assert [finding for finding in found.values() if finding.state != OK] == []
 
 

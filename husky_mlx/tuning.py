@@ -1,7 +1,9 @@
 """``husky compile --tune``: the tiles that are fastest on the GPU that is here.
 
 From the policy's tile of each product of a one-token step, one figure of it after the other is
-changed as long as that is faster. Every candidate is compared with MLX's operations first.
+changed as long as that is faster; where there are products in whole numbers, once more from the
+same tile with those, whose best may have other figures. Every candidate is compared with MLX's
+operations first.
 """
 
 from __future__ import annotations
@@ -67,22 +69,65 @@ def tune(
     for op in OPS:
         for case in cases.of(op):
             chosen.key = chosen.candidate = None
-            best = _microseconds(case, measure)
+            usual = _microseconds(case, measure)
             key = chosen.key
-            if best is None or key is None:
+            if usual is None or key is None:
                 continue  # the self-test of the model says what is wrong with the kernel
-            tile = start = policy(*key, chip)
-            assert isinstance(tile, GemvTile)
-            for candidates in _figures(key, chip):
-                for candidate in candidates(tile):
-                    chosen.candidate = candidate
-                    took = _microseconds(case, measure)
-                    if took is not None and took < MARGIN * best:
-                        best, tile = took, candidate
-            if tile != start:
+            own = policy(*key, chip)
+            assert isinstance(own, GemvTile)
+
+            def took(candidate: GemvTile, case: Case = case) -> float | None:
+                chosen.candidate = candidate
+                return _microseconds(case, measure)
+
+            best, tile = _climb(own, usual, took, key, chip)
+            for start in _other_starts(own, key, chip):
+                first = took(start)
+                if first is None:
+                    continue
+                reached, other = _climb(start, first, took, key, chip)
+                if reached < MARGIN * best:
+                    best, tile = reached, other
+            if tile != own:
                 found[key] = tile
             mx.clear_cache()
     return found
+
+
+def _climb(
+    tile: GemvTile,
+    best: float,
+    took: Callable[[GemvTile], float | None],
+    key: TileKey,
+    chip: Chip,
+) -> tuple[float, GemvTile]:
+    """The tile that changes of one figure after the other lead to, and its microseconds."""
+    for candidates in _figures(key, chip):
+        for candidate in candidates(tile):
+            found = took(candidate)
+            if found is not None and found < MARGIN * best:
+                best, tile = found, candidate
+    return best, tile
+
+
+def _other_starts(tile: GemvTile, key: TileKey, chip: Chip) -> list[GemvTile]:
+    """The tile with whole numbers, where the kernels have them and it fits."""
+    integer = replace(tile, integer=True)
+    has_it = _on_matrix_units(key, chip) and key[2] < 16 and _fits(integer, key, chip)
+    return [integer] if has_it else []
+
+
+def _on_matrix_units(key: TileKey, chip: Chip) -> bool:
+    return chip.target == "cuda" and key[1].itemsize == 2
+
+
+def _fits(tile: GemvTile, key: TileKey, chip: Chip) -> bool:
+    shape = key[1]
+    return (
+        tile.threadgroup[0] <= MAX_THREADS
+        and tile.threadgroup_bytes(shape) <= THREADGROUP_BYTES[chip.target]
+        and shape.k % tile.k_split == 0
+    )
 
 
 def _microseconds(case: Case, measure: Measure) -> float | None:
@@ -106,21 +151,7 @@ def _timer(backend: str) -> Measure:
 
 
 def _figures(key: TileKey, chip: Chip) -> list[Callable[[GemvTile], Iterator[GemvTile]]]:
-    """One after the other: whole numbers, how K is split among how many simdgroups, the unrolling,
-    the rows."""
-    _, shape, bits = key
-    matrix = chip.target == "cuda" and shape.itemsize == 2
-
-    def fits(candidate: GemvTile) -> bool:
-        return (
-            candidate.threadgroup[0] <= MAX_THREADS
-            and candidate.threadgroup_bytes(shape) <= THREADGROUP_BYTES[chip.target]
-            and shape.k % candidate.k_split == 0
-        )
-
-    def integers(now: GemvTile) -> Iterator[GemvTile]:
-        if matrix and bits < 16:
-            yield replace(now, integer=True)
+    """One after the other: how K is split among how many simdgroups, the unrolling, the rows."""
 
     def splits(now: GemvTile) -> Iterator[GemvTile]:
         for simdgroups in _SIMDGROUPS:
@@ -133,10 +164,10 @@ def _figures(key: TileKey, chip: Chip) -> list[Callable[[GemvTile], Iterator[Gem
             yield replace(now, unroll=unroll)
 
     def rows(now: GemvTile) -> Iterator[GemvTile]:
-        for count in _MATRIX_ROWS if matrix else _ROWS:
+        for count in _MATRIX_ROWS if _on_matrix_units(key, chip) else _ROWS:
             yield replace(now, rows=count)
 
     def fitting(figure: Callable[[GemvTile], Iterator[GemvTile]]) -> Any:
-        return lambda now: (each for each in figure(now) if each != now and fits(each))
+        return lambda now: (each for each in figure(now) if each != now and _fits(each, key, chip))
 
-    return [fitting(figure) for figure in (integers, splits, unrolls, rows)]
+    return [fitting(figure) for figure in (splits, unrolls, rows)]

@@ -85,6 +85,18 @@ def test_whole_numbers_are_taken_where_they_are_faster(bits, tiles_tried, as_on_
     assert measured_alike == {}
 
 
+def test_whole_numbers_may_need_other_figures(tiles_tried, as_on_cuda):
+    """At the policy's figures they are slower."""
+
+    def measure(case):
+        case.ours.step(0, *case.ours.state)
+        tile = tiles_tried[-1]
+        return (1.0 if tile.rows == 64 else 3.0) if tile.integer else 2.0
+
+    ((_, tile),) = tuning.tune(model_in_16_bit(4), H100, "emulator", measure).items()
+    assert tile.integer and tile.rows == 64
+
+
 def test_plain_weights_have_no_whole_numbers(tiles_tried, as_on_cuda):
     tuning.tune(model_in_16_bit(None), H100, "emulator", lambda case: 1.0)
     assert tiles_tried and not any(tile.integer for tile in tiles_tried)

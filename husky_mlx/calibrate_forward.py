@@ -147,7 +147,9 @@ class FloatLlama:
         """Turn the pairs of (..., length, dims) by their positions."""
         xp, rope = self.xp, self.config.rope
         angles = np.outer(np.arange(x.shape[-2]), rope.frequencies(x.shape[-1]))
-        sine, cosine = (self._array(f(angles).astype(np.float32)) for f in (np.sin, np.cos))
+        sine, cosine = (
+            self._array((f(angles) * rope.magnitude).astype(np.float32)) for f in (np.sin, np.cos)
+        )
         half = x.shape[-1] // 2
         if rope.traditional:
             a, b = x[..., ::2], x[..., 1::2]

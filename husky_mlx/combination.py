@@ -26,7 +26,7 @@ def combination(platform: Platform, weights: FusedWeights, eps: float, of: str) 
     formats += [layer_format(layer) for layer in weights.layers]
     shapes = (formats, weights.heads.heads, weights.heads.kv_heads, weights.heads.head_dim)
     tuned = sorted(map(repr, platform.tiles.items()))
-    facts = (eps, weights.heads.traditional, *tuned)
+    facts = (eps, weights.heads.traditional, weights.heads.magnitude, *tuned)
     return ", ".join(
         (
             f"{platform.backend} on {device.chip()} ({platform.chip.name})",

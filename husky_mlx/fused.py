@@ -90,6 +90,7 @@ def fused_weights(config: LlamaConfig, weights: StepWeights) -> FusedWeights | s
         kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
         traditional=config.rope.traditional,
+        magnitude=config.rope.magnitude,
     )
     return FusedWeights(embedding=embedding, layers=layers, head=head, heads=heads)
 

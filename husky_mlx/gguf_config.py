@@ -248,6 +248,8 @@ def _rope_scaling(
         return scaling
     if kind in (None, "none"):
         return None
+    if kind == "yarn":
+        differences.append(f"{_key(file, 'rope.scaling.type')} is 'yarn'; expected linear or none")
     scaling = {"rope_type": kind, "factor": factor}
     original = file.metadata.get(_key(file, "rope.scaling.original_context_length"))
     if original is not None:

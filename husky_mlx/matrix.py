@@ -43,12 +43,14 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Heads:
-    """How the rows of a fused qkv matrix make heads, and which elements are rotated together."""
+    """How the rows of a fused qkv matrix make heads, which elements are rotated together, and what
+    the rotated ones are multiplied by."""
 
     heads: int
     kv_heads: int
     head_dim: int
     traditional: bool
+    magnitude: float = 1.0
 
 
 def matrix_of(source: Projections) -> Matrix | str:

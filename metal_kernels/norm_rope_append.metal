@@ -1,6 +1,6 @@
 // inputs: qkv constants q_norm k_norm place keys values
 // outputs: queries
-// template: T BITS GROUP K HEADS KV_HEADS D HAS_BIAS EPS_BITS TRADITIONAL BATCHED BY_HEAD
+// template: T BITS GROUP K HEADS KV_HEADS D HAS_BIAS EPS_BITS TRADITIONAL MAGNITUDE_BITS BATCHED BY_HEAD
 #include "constants.h"
 #include "rope.h"
 // rope_append with an RMS norm of each head of q and of k before the rotation: q_norm, k_norm (D,),
@@ -42,7 +42,7 @@ if (live) {
       pairs[i] *= scale * factors[i];
     }
     const device float* frequencies = part<float>(constants, AT.rest + part_words(K * sizeof(T)));
-    rotate_four<TRADITIONAL>(
+    rotate_four<TRADITIONAL, MAGNITUDE_BITS>(
         pairs, frequencies + 4 * quad, float(BATCHED ? place[4 + row] : place[4] + row));
   }
   device T* target =

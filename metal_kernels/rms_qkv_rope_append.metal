@@ -1,6 +1,6 @@
 // inputs: x constants place keys values
 // outputs: queries
-// template: T BITS GROUP K M HEADS KV_HEADS D ROWS SIMDGROUPS KSPLIT UNROLL NORM INTEGER EPS_BITS HAS_BIAS TRADITIONAL BATCHED
+// template: T BITS GROUP K M HEADS KV_HEADS D ROWS SIMDGROUPS KSPLIT UNROLL NORM INTEGER EPS_BITS HAS_BIAS TRADITIONAL MAGNITUDE_BITS BATCHED
 #include "constants.h"
 #include "gemv.h"
 // queries (M, HEADS, D) rotated, and one more row in keys and values (BATCHED ? M : 1, KV_HEADS,
@@ -9,7 +9,8 @@
 // After bias in constants.h: norm, then frequencies float32 (D / 2,), radians a position.
 // place int32 (16,): the slot to write; 4 is the first row's position, of a batch 4, 5, ... the rows'.
 // The M rows of one sequence go to slot, slot + 1, ..., those of a batch to the same one.
-// NORM false: x is normed already. EPS_BITS: the norm's float32 epsilon as an integer.
+// NORM false: x is normed already. EPS_BITS: the norm's float32 epsilon as an integer; so is
+// MAGNITUDE_BITS, what the rotated values are multiplied by.
 // Grid: for each head of q, k and v, one after the other, ceil(D / TILE) threadgroups.
 constexpr int TILE = ROWS * SIMDGROUPS / KSPLIT;
 constexpr int STAGED = gemv_staged<T, BITS, GROUP, K, M, SIMDGROUPS, NORM, INTEGER>();
@@ -45,8 +46,9 @@ for (uint i = thread_index_in_threadgroup; i < M * (TILE / 2); i += 32 * SIMDGRO
     if (head < HEADS + KV_HEADS) {
       const float frequency = part<float>(constants, AT.rest + part_words(K * sizeof(T)))[pair];
       const float angle = float(BATCHED ? place[4 + m] : place[4] + int(m)) * frequency;
-      const float cosine = metal::precise::cos(angle);
-      const float sine = metal::precise::sin(angle);
+      const float magnitude = as_type<float>(MAGNITUDE_BITS);
+      const float cosine = metal::precise::cos(angle) * magnitude;
+      const float sine = metal::precise::sin(angle) * magnitude;
       const float turned = a * cosine - b * sine;
       b = a * sine + b * cosine;
       a = turned;

@@ -1,13 +1,15 @@
 // Rotary embedding of four pairs in eight values: (0, 4) to (3, 7), or with TRADITIONAL neighbours.
-template <bool TRADITIONAL>
+// MAGNITUDE_BITS: a float32 as an integer, which multiplies them.
+template <bool TRADITIONAL, int MAGNITUDE_BITS>
 inline void rotate_four(thread float* values, const device float* frequencies, float position) {
+  const float magnitude = as_type<float>(MAGNITUDE_BITS);
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int first = TRADITIONAL ? 2 * i : i;
     const int second = TRADITIONAL ? first + 1 : i + 4;
     const float angle = position * frequencies[i];
-    const float cosine = metal::precise::cos(angle);
-    const float sine = metal::precise::sin(angle);
+    const float cosine = metal::precise::cos(angle) * magnitude;
+    const float sine = metal::precise::sin(angle) * magnitude;
     const float x = values[first];
     const float y = values[second];
     values[first] = x * cosine - y * sine;

@@ -1,6 +1,6 @@
 // inputs: qkv constants place keys values
 // outputs: queries
-// template: T BITS GROUP K HEADS KV_HEADS D HAS_BIAS TRADITIONAL
+// template: T BITS GROUP K HEADS KV_HEADS D HAS_BIAS TRADITIONAL MAGNITUDE_BITS
 #include "constants.h"
 #include "rope.h"
 // A prompt's projections (L, (HEADS + 2 KV_HEADS) D): queries (HEADS, L, D) and keys rotated, keys
@@ -21,7 +21,7 @@ if (at < length * ALL_HEADS * QUADS) {
   load_quad<T, D, TRADITIONAL>(qkv + (size_t(row) * ALL_HEADS + head) * D, quad, pairs);
   if (head < HEADS + KV_HEADS) {
     const device float* frequencies = part<float>(constants, AT.rest + part_words(K * sizeof(T)));
-    rotate_four<TRADITIONAL>(pairs, frequencies + 4 * quad, float(place[4] + row));
+    rotate_four<TRADITIONAL, MAGNITUDE_BITS>(pairs, frequencies + 4 * quad, float(place[4] + row));
   }
   device T* target = queries + (size_t(head) * length + row) * D;
   if (head >= HEADS) {

@@ -19,6 +19,7 @@ from fixtures import (
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.quant.gptq import Catcher
 from mlx_lm.utils import load_tokenizer
+from test_parity import YARN
 
 from husky_mlx import calibrate_forward, calibrate_text
 from husky_mlx.calibrate import InputStatistics, head_statistics, layer_statistics, weighted_error
@@ -45,6 +46,7 @@ VARIANTS = {
     "biases": {"attention_bias": True, "mlp_bias": True},
     "llama3": {"rope_scaling": LLAMA3},
     "linear": {"rope_scaling": {"type": "linear", "factor": 4.0}},
+    "yarn": {"rope_scaling": YARN},
     "traditional": {"rope_traditional": True},
     "qwen2": QWEN2,
     "qwen3": QWEN3,

@@ -130,7 +130,7 @@ def test_what_is_not_covered_is_refused_by_field(fields, sentence):
 
 
 def test_all_differences_are_listed_at_once():
-    fields = {"hidden_act": "gelu", "num_experts": 4, "rope_scaling": {"type": "yarn"}}
+    fields = {"hidden_act": "gelu", "num_experts": 4, "rope_scaling": {"type": "longrope"}}
     with pytest.raises(UnsupportedModel) as error:
         LlamaConfig.from_dict({**FIX_A, **fields})
     assert len(error.value.differences) == 3

@@ -181,10 +181,10 @@ def test_gptq_under_a_config_that_the_caller_corrects(tmp_path):
     """Which biases a model has is asked of the corrected config, and a wrong one is named."""
     folder, meant = foreign(tmp_path / "m", *CASES["gptq"][:2])
     config = json.loads((folder / "config.json").read_text())
-    yarn = {"rope_type": "yarn", "factor": 4.0}
-    (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": yarn}))
+    dynamic = {"rope_type": "dynamic", "factor": 4.0}
+    (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": dynamic}))
     check_logits(folder, meant, model_config={"rope_scaling": None})
-    assert "rope_type is 'yarn'" in refusal(folder)
+    assert "rope_type is 'dynamic'" in refusal(folder)
 
 
 @pytest.mark.parametrize("case", CASES)

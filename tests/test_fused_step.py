@@ -14,7 +14,7 @@ import reference
 from fixtures import FIX_A, PROMPT, mlx_weights, numpy_weights
 from fused_models import CHIPS, decode, difference, expected, weights_of
 from mlx_lm.generate import generation_stream, speculative_generate_step
-from test_parity import stock_model
+from test_parity import YARN, stock_model
 
 from husky_mlx import buffers, device, kernels, loading
 from husky_mlx.cache import BatchKVCache, RotatingKVCache
@@ -49,6 +49,7 @@ VARIANTS = {
     "8 bit": ({}, 8, 64),
     "16 bit": ({}, 16, 0),
     "biases": ({"attention_bias": True, "mlp_bias": True}, 4, 64),
+    "yarn": ({"rope_scaling": YARN}, 4, 64),
     "tied": ({"tie_word_embeddings": True}, 4, 32),
     "traditional": ({"rope_traditional": True, "vocab_size": 101}, 4, 32),
     "one kv head": ({"num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96}, 8, 32),

@@ -18,6 +18,7 @@ from gemv_reference import (
     template_of,
 )
 
+from husky_mlx.ops.gemv import float_bits
 from husky_mlx.tiles import GemvShape
 
 
@@ -106,6 +107,7 @@ def run_qkv(
     batched=False,
     has_bias=False,
     norm=True,
+    magnitude=1.0,
 ):
     """Runs the kernel, and compares the queries and every row of both caches, also those that it
     must leave alone."""
@@ -144,6 +146,7 @@ def run_qkv(
             EPS_BITS=EPS_BITS,
             HAS_BIAS=has_bias,
             TRADITIONAL=traditional,
+            MAGNITUDE_BITS=float_bits(magnitude),
             BATCHED=batched,
         ),
         GemvShape(m, rows, columns, block=head_dim),
@@ -153,7 +156,7 @@ def run_qkv(
     y = (normed @ weights.exact.T + has_bias * exact(bias)).reshape(m, -1, head_dim)
     # The kernel's angle is a float32 product, as in mx.fast.rope.
     angles = (np.array(positions, np.float32)[:, None] * frequencies).astype(np.float64)
-    turned = rotated(y[:, : heads + kv_heads], angles, traditional)
+    turned = magnitude * rotated(y[:, : heads + kv_heads], angles, traditional)
     for row in range(m):
         place = (row, slice(None), slot) if batched else (0, slice(None), slot + row)
         wanted_keys[place] = turned[row, heads:]
@@ -199,6 +202,7 @@ def test_heads_and_rope_kinds(scheme, head_dim, traditional, batched, has_bias, 
         batched=batched,
         has_bias=has_bias,
         norm=norm,
+        magnitude=1.25 if traditional else 1.0,
     )
 
 

@@ -19,6 +19,7 @@ import numpy_llama
 import pytest
 from fixtures import FIX_A, PROMPT, mlx_weights, numpy_weights, quantize_weights
 from mlx_lm.models.cache import make_prompt_cache
+from test_parity import YARN
 
 from husky_mlx.loading import build_model
 from husky_mlx.native import NativeError, Program, compiler
@@ -78,6 +79,7 @@ VARIANTS = {
         {"rope_scaling": {"type": "linear", "factor": 4.0}}, bits=None, dtype=mx.float16
     ),
     "windows": Variant(SLIDING),
+    "yarn": Variant({"rope_scaling": YARN}),
 }
 CAPACITY = 300
 # Of the largest logit: what rounding keys and values to 11 or 8 bits does to these models.

@@ -21,6 +21,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 VARIANTS = {
     "multi-head": {"num_key_value_heads": 4},
     "grouped": {},
@@ -34,6 +35,7 @@ VARIANTS = {
     "tied": {"tie_word_embeddings": True},
     "rope linear": {"rope_scaling": {"type": "linear", "factor": 4.0}},
     "rope llama3": {"rope_scaling": LLAMA3},
+    "rope yarn": {"rope_scaling": YARN},
     "rope traditional": {"rope_traditional": True},
     "theta 500000": {"rope_theta": 500000.0},
     "odd vocabulary": {"vocab_size": 101},

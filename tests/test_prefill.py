@@ -15,6 +15,7 @@ from fixtures import FIX_A, PROMPT, QWEN2, QWEN3, mlx_weights, quantize_weights
 from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator, generate_step, generation_stream
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
+from test_parity import YARN
 
 from husky_mlx import graphs, prefill, products, verdicts
 from husky_mlx.cache import RotatingKVCache
@@ -76,8 +77,9 @@ def difference(a, b):
         {},
         {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
         {"rope_traditional": True, "vocab_size": 101, "num_key_value_heads": 1},
+        {"rope_scaling": YARN, "rope_traditional": True},
         QWEN2,
-        QWEN3,
+        {**QWEN3, "rope_scaling": YARN},
     ],
 )
 def test_logits_of_every_position(emulated, changes, dequantize_from):

@@ -34,7 +34,7 @@ from husky_mlx.bench_ops import compare
 from husky_mlx.bench_ops_cases import OPS, Cases
 from husky_mlx.config import LlamaConfig
 from husky_mlx.dropin import DropIn
-from husky_mlx.errors import CheckpointError, UnsupportedModel
+from husky_mlx.errors import CheckpointError
 from husky_mlx.footprint import NORMS, footprint
 from husky_mlx.loading import build_model, load
 from husky_mlx.model import Model
@@ -131,10 +131,16 @@ class TestConfig:
         with pytest.raises(CheckpointError, match="max_window_layers must be a whole number"):
             LlamaConfig.from_dict({**config, "max_window_layers": "all"})
 
-    def test_yarn_is_refused_by_name(self):
-        scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-        with pytest.raises(UnsupportedModel, match="rope_type is 'yarn'"):
-            LlamaConfig.from_dict({**QWEN2, "rope_scaling": scaling})
+    def test_published_yarn(self):
+        """Of deepseek-ai/DeepSeek-R1-0528-Qwen3-8B; nobody reads its attn_factor."""
+        scaling = {
+            "attn_factor": 0.8782488562869419,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32768,
+            "rope_type": "yarn",
+        }
+        rope = LlamaConfig.from_dict({**QWEN3, "rope_scaling": scaling}).rope
+        assert (rope.kind, rope.factor, round(rope.magnitude, 4)) == ("yarn", 4.0, 1.1386)
 
 
 @families

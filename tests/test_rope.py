@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
+import mlx.core as mx
 import numpy as np
 import pytest
 from fixtures import FIX_A, PROMPT, mlx_weights, numpy_weights
-from mlx_lm.models.rope_utils import Llama3RoPE
+from mlx_lm.models.rope_utils import Llama3RoPE, YarnRoPE
 from numpy_llama import inverse_frequencies, logits, stepwise_logits
+from test_parity import stock_model
 
 from husky_mlx.config import LlamaConfig
 from husky_mlx.errors import CheckpointError, UnsupportedModel
@@ -20,6 +24,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LONG = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 
 
@@ -117,6 +122,13 @@ def test_default_type_is_no_scaling_C003():
         ({"type": "linear", "factor": -1}, ["rope_scaling.factor", "number above 0", "-1"]),
         ({**LLAMA3, "high_freq_factor": 1.0}, ["high_freq_factor", "above low_freq_factor"]),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        (
+            {"rope_type": "yarn", "factor": 2.0},
+            ["original_max_position_embeddings is missing", "'yarn' needs it"],
+        ),
+        ({**YARN, "attention_factor": 1.2}, ["attention_factor is 1.2"]),
+        ({**YARN, "truncate": False}, ["truncate is False", "supported is True"]),
+        ({**YARN, "mscale": "x"}, ["mscale must be a number from 0 up", "'x'"]),
     ],
 )
 def test_incomplete_scaling_is_refused_by_field_C004(scaling, parts):
@@ -124,6 +136,44 @@ def test_incomplete_scaling_is_refused_by_field_C004(scaling, parts):
         LlamaConfig.from_dict({**FIX_A, "rope_scaling": scaling}, "here/config.json")
     for part in ["here/config.json", *parts]:
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("dims", [16, 80, 128])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"factor": 40.0, "beta_fast": 16, "beta_slow": 2},
+        {"mscale": 0.707, "mscale_all_dim": 1.0},
+        {"factor": 1.0},
+        {"original_max_position_embeddings": 4096},
+    ],
+)
+def test_yarn_is_mlx_lms(changes, dims):
+    scaling = {**YARN, **changes}
+    ours = rope_of(rope_scaling=scaling)
+    options = {
+        name: value for name, value in scaling.items() if name not in ("rope_type", "factor")
+    }
+    theirs = YarnRoPE(dims, base=10000.0, scaling_factor=scaling["factor"], **options)
+    np.testing.assert_allclose(ours.wavelength_table(dims), np.array(theirs._freqs), rtol=2e-6)
+    assert ours.magnitude == pytest.approx(theirs.mscale, rel=1e-12)
+
+
+def test_yarn_by_hand():
+    """dims 16, base 10,000, a context of 64: the wave that turns 32 times in it has number -0.99,
+    the one that turns once 2.02. From 0 to 3 waves are slowed more and more, then by 4."""
+    rope = rope_of(rope_scaling=YARN)
+    plain = 10000.0 ** (-np.arange(8) / 8)
+    slowed = np.array([0, 1 / 3, 2 / 3, 1, 1, 1, 1, 1])
+    np.testing.assert_allclose(rope.frequencies(16), plain * (1 - slowed + slowed / 4), rtol=1e-6)
+    assert rope.magnitude == pytest.approx(0.1 * math.log(4) + 1)
+
+
+def test_yarn_gives_mlx_lms_logits():
+    config = {**FIX_A, "rope_scaling": YARN}
+    expected = stock_model(config, mlx_weights(config))(mx.array([PROMPT[:16]]))[0]
+    np.testing.assert_allclose(model_logits(rope_scaling=YARN), np.array(expected), atol=2e-5)
 
 
 @pytest.mark.parametrize("theta", ["10000", [], 0, -1.0, True, float("nan")])
@@ -142,7 +192,6 @@ def test_theta_must_be_a_number(theta):
             id="C008-short-lists",
         ),
         pytest.param({"rope_type": "dynamic", "factor": 2.0}, id="C009-dynamic"),
-        pytest.param({"rope_type": "yarn", "factor": 2.0}, id="yarn"),
     ],
 )
 @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])

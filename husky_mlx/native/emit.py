@@ -28,7 +28,7 @@ struct Shape {{
   static constexpr int HIDDEN = {hidden}, INTERMEDIATE = {intermediate}, LAYERS = {layer_count};
   static constexpr int HEADS = {heads}, KV_HEADS = {kv_heads}, HEAD_DIM = {head_dim};
   static constexpr int BLOCK = {block};
-  static constexpr float EPS = {eps}, SCALE = {scale};
+  static constexpr float EPS = {eps}, SCALE = {scale}, MAGNITUDE = {magnitude};
   static constexpr bool TRADITIONAL = {traditional}, EXACT = {exact};
   static constexpr float FREQUENCIES[] = {{{frequencies}}};
   using KV = {kv};
@@ -85,6 +85,7 @@ def emit(config: LlamaConfig, formats: ModelFormat, kv_dtype: mx.Dtype, exact: b
         block=block_tokens(config),
         eps=_literal(config.rms_norm_eps),
         scale=_literal(config.attention_scale),
+        magnitude=_literal(config.rope.magnitude),
         traditional=_boolean(config.rope.traditional),
         exact=_boolean(exact),
         frequencies=", ".join(map(_literal, frequencies)),

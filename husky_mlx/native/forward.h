@@ -139,7 +139,8 @@ class Forward {
     for (int t = 0; t < tokens; ++t, out += OUT_STRIDE) {
       const int token = first + t;
       rms_norm_in_place<Norm>(out, weights_.query_norm(layer), D, Shape::EPS);
-      rotate<D, Shape::TRADITIONAL>(out, cosines(token), sines(token), Shape::SCALE);
+      rotate<D, Shape::TRADITIONAL>(out, cosines(token), sines(token),
+                                    Shape::SCALE * Shape::MAGNITUDE);
       std::memcpy(shared_.queries + (int64_t)token * QUERY_SIZE + head * D, out, D * sizeof(float));
     }
   }
@@ -151,7 +152,7 @@ class Forward {
     for (int token = 0; token < call_.count; ++token) {
       float* row = out + (int64_t)token * OUT_STRIDE;
       rms_norm_in_place<Norm>(row, weights_.key_norm(layer), D, Shape::EPS);
-      rotate<D, Shape::TRADITIONAL>(row, cosines(token), sines(token), 1.0f);
+      rotate<D, Shape::TRADITIONAL>(row, cosines(token), sines(token), Shape::MAGNITUDE);
     }
     append(call_.caches[layer].keys, layer, head, out);
   }

@@ -29,9 +29,9 @@ class Platform:
     tiles: Mapping[TileKey, GemvTile] = field(default_factory=dict, hash=False)
 
 
-def eps_bits(eps: float) -> int:
-    """The bits of a float32 epsilon as the integer that a kernel's template takes."""
-    return struct.unpack("<i", struct.pack("<f", eps))[0]
+def float_bits(number: float) -> int:
+    """The bits of a float32 as the integer that a kernel's template takes."""
+    return struct.unpack("<i", struct.pack("<f", number))[0]
 
 
 def normed(

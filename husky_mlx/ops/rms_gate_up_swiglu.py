@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from husky_mlx.matrix import Matrix
-from husky_mlx.ops.gemv import Platform, eps_bits, launch_gemv, normed
+from husky_mlx.ops.gemv import Platform, float_bits, launch_gemv, normed
 from husky_mlx.pack import Projections
 
 
@@ -31,7 +31,7 @@ def rms_gate_up_swiglu_kernel(
         -(-width // (tile.outputs // 2)),
         {"x": x},
         [((m, width), matrix.dtype)],
-        {"N": width, "M": m, "HAS_BIAS": matrix.has_bias, "EPS_BITS": eps_bits(eps)},
+        {"N": width, "M": m, "HAS_BIAS": matrix.has_bias, "EPS_BITS": float_bits(eps)},
         platform,
     )
     return activated

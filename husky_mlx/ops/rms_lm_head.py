@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from husky_mlx.kernels import launch
 from husky_mlx.matrix import Matrix
-from husky_mlx.ops.gemv import Platform, eps_bits, launch_gemv, normed
+from husky_mlx.ops.gemv import Platform, float_bits, launch_gemv, normed
 from husky_mlx.pack import Projections
 
 ARGMAX_SIMDGROUPS = 8
@@ -57,7 +57,7 @@ def _head(
         threadgroups,
         {"x": x},
         [((m, matrix.rows), matrix.dtype), *(best if op.endswith("argmax") else [])],
-        {"N": matrix.rows, "M": m, "OUT": matrix.dtype, "EPS_BITS": eps_bits(eps)},
+        {"N": matrix.rows, "M": m, "OUT": matrix.dtype, "EPS_BITS": float_bits(eps)},
         platform,
     )
     return logits, found

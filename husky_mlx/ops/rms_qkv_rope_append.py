@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from husky_mlx.matrix import Heads, Matrix
-from husky_mlx.ops.gemv import Platform, eps_bits, launch_gemv, normed
+from husky_mlx.ops.gemv import Platform, float_bits, launch_gemv, normed
 from husky_mlx.ops.rope_append import norm_rope_append_kernel
 from husky_mlx.ops.rotate import Rotation
 from husky_mlx.pack import Projections
@@ -70,7 +70,7 @@ def rms_qkv_rope_append_kernel(
             -(-matrix.rows // tile.outputs),
             {"x": x},
             [((m, matrix.rows), matrix.dtype)],
-            {"N": matrix.rows, "M": m, "EPS_BITS": eps_bits(eps), "HAS_BIAS": matrix.has_bias},
+            {"N": matrix.rows, "M": m, "EPS_BITS": float_bits(eps), "HAS_BIAS": matrix.has_bias},
             platform,
         )
         return norm_rope_append_kernel(
@@ -93,9 +93,10 @@ def rms_qkv_rope_append_kernel(
             "HEADS": heads.heads,
             "KV_HEADS": heads.kv_heads,
             "D": heads.head_dim,
-            "EPS_BITS": eps_bits(eps),
+            "EPS_BITS": float_bits(eps),
             "HAS_BIAS": matrix.has_bias,
             "TRADITIONAL": heads.traditional,
+            "MAGNITUDE_BITS": float_bits(heads.magnitude),
             "BATCHED": batched,
         },
         platform,

@@ -9,7 +9,7 @@ import mlx.core as mx
 from husky_mlx.kernels import launch
 from husky_mlx.matrix import Heads, Matrix
 from husky_mlx.ops.elementwise import flat
-from husky_mlx.ops.gemv import Platform, eps_bits
+from husky_mlx.ops.gemv import Platform, float_bits
 
 
 def rope_append_kernel(
@@ -81,7 +81,7 @@ def norm_rope_append_kernel(
         [(by_head if prompt else by_row, matrix.dtype)],
         {
             **_template(matrix, heads),
-            "EPS_BITS": eps_bits(eps),
+            "EPS_BITS": float_bits(eps),
             "BATCHED": batched,
             "BY_HEAD": prompt,
         },
@@ -100,4 +100,5 @@ def _template(matrix: Matrix, heads: Heads) -> dict[str, Any]:
         "D": heads.head_dim,
         "HAS_BIAS": matrix.has_bias,
         "TRADITIONAL": heads.traditional,
+        "MAGNITUDE_BITS": float_bits(heads.magnitude),
     }

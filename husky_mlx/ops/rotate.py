@@ -22,6 +22,8 @@ class Rotation:
     freqs: mx.array | None
 
     def __call__(self, x: mx.array, offset: int | mx.array) -> mx.array:
+        if self.rope.magnitude != 1.0:
+            x = x * self.rope.magnitude
         return mx.fast.rope(
             x,
             self.head_dim,

@@ -66,9 +66,13 @@ def kernel_checks() -> Iterator[Finding]:
         return
     mx.random.seed(SEED)
     with kernels.record() as launches:
+        plain, normed = (
+            {settings: tiny_model(*settings, lazy=True, config=config) for settings in FORMATS}
+            for config in (CONFIG, HEAD_NORMS)
+        )
         for op in OPS:
-            yield _operation(op, op, CONFIG, platform)
-        yield _operation("norm_rope_append", "rms_qkv_rope_append", HEAD_NORMS, platform)
+            yield _operation(op, op, plain, platform)
+        yield _operation("norm_rope_append", "rms_qkv_rope_append", normed, platform)
         for config in (CONFIG, HEAD_NORMS):
             yield from _steps(tiny_model(*FORMATS[0], lazy=True, config=config), platform)
     run = {launch.op for launch in launches}
@@ -79,11 +83,10 @@ def kernel_checks() -> Iterator[Finding]:
         yield ok("kernels", f"{len(run)} run in {len(FORMATS)} formats")
 
 
-def _operation(name: str, op: str, config: dict[str, Any], platform: Platform) -> Finding:
+def _operation(name: str, op: str, models: dict[tuple, Any], platform: Platform) -> Finding:
     """One operation in every format, against the MLX operations that it replaces."""
     largest = 0.0
-    for bits, group_size, dtype in FORMATS:
-        model = tiny_model(bits, group_size, dtype, lazy=True, config=config)
+    for (bits, _, dtype), model in models.items():
         try:
             for case in Cases(model, platform, 1, [CONTEXT]).of(op):
                 largest = max(largest, compare(case))

@@ -52,7 +52,7 @@ def read_config(path: Path) -> dict[str, Any]:
     UnsupportedModel for another architecture, field or tensor type, each listed by name;
     CheckpointError for a damaged file. Nothing is allocated for tensors.
     """
-    file = _open(path)
+    file = open_gguf(path)
     config = config_from(file)
     parameters = _parameters(file)
     table = parameters.get("model.embed_tokens.weight")
@@ -99,10 +99,10 @@ class Parameters:
     """
 
     def __init__(self, path: Path):
-        self._file = _open(path)
+        self._file = open_gguf(path)
         config = config_from(self._file)
-        # A Qwen's rows are in half-split order already.
         self._heads = {}
+        # A Qwen's rows are in half-split order already.
         if check_architecture(self._file) == "llama":
             self._heads = {
                 "q_proj": config["num_attention_heads"],
@@ -151,12 +151,6 @@ def _loaded_bytes(tensor: Tensor) -> int:
     scale_bytes = activation_dtype(mx.float16).size
     values = prod(tensor.shape)
     return values * BITS[tensor.type_name] // 8 + values // GROUP_SIZE * 2 * scale_bytes
-
-
-def _open(path: Path) -> GGUFFile:
-    file = open_gguf(path)
-    check_architecture(file)
-    return file
 
 
 def _parameters(file: GGUFFile) -> dict[str, Tensor]:

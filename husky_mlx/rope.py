@@ -42,7 +42,7 @@ class Rope:
         """Radians a position, float32 of shape (dims/2,)."""
         table = self.wavelength_table(dims)
         if table is None:
-            table = self.theta ** (np.arange(0, dims, 2, dtype=np.float64) / dims)
+            table = self._plain_table(dims)
         return (self.position_scale / table).astype(np.float32)
 
     def wavelength_table(self, dims: int) -> np.ndarray | None:
@@ -58,11 +58,14 @@ class Rope:
             return self._yarn_table(dims)
         if self.kind != "llama3":
             return None
-        table = self.theta ** (np.arange(0, dims, 2, dtype=np.float64) / dims)
+        table = self._plain_table(dims)
         turns = self.original_max_position_embeddings / (2 * np.pi * table)
         span = self.high_freq_factor - self.low_freq_factor
         smooth = np.clip((turns - self.low_freq_factor) / span, 0.0, 1.0)
         return (table / (smooth + (1 - smooth) / self.factor)).astype(np.float32)
+
+    def _plain_table(self, dims: int) -> np.ndarray:
+        return self.theta ** (np.arange(0, dims, 2, dtype=np.float64) / dims)
 
     def _yarn_table(self, dims: int) -> np.ndarray:
         def number(turns: float) -> float:
@@ -73,7 +76,7 @@ class Rope:
         first = max(math.floor(number(self.beta_fast)), 0)
         last = min(math.ceil(number(self.beta_slow)), dims - 1)
         slowed = np.clip((np.arange(dims // 2) - first) / max(last - first, 0.001), 0.0, 1.0)
-        table = self.theta ** (np.arange(0, dims, 2, dtype=np.float64) / dims)
+        table = self._plain_table(dims)
         return (table / (1 - slowed + slowed / self.factor)).astype(np.float32)
 
 

@@ -8,6 +8,7 @@ operations first.
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -75,19 +76,14 @@ def tune(
                 continue  # the self-test of the model says what is wrong with the kernel
             own = policy(*key, chip)
             assert isinstance(own, GemvTile)
-
-            def took(candidate: GemvTile, case: Case = case) -> float | None:
-                chosen.candidate = candidate
-                return _microseconds(case, measure)
-
+            took = functools.partial(_with, chosen, case, measure)
             best, tile = _climb(own, usual, took, key, chip)
-            for start in _other_starts(own, key, chip):
-                first = took(start)
-                if first is None:
-                    continue
-                reached, other = _climb(start, first, took, key, chip)
+            other = _in_whole_numbers(own, key, chip)
+            first = None if other is None else took(other)
+            if other is not None and first is not None:
+                reached, other = _climb(other, first, took, key, chip)
                 if reached < MARGIN * best:
-                    best, tile = reached, other
+                    tile = other
             if tile != own:
                 found[key] = tile
             mx.clear_cache()
@@ -110,11 +106,11 @@ def _climb(
     return best, tile
 
 
-def _other_starts(tile: GemvTile, key: TileKey, chip: Chip) -> list[GemvTile]:
-    """The tile with whole numbers, where the kernels have them and it fits."""
+def _in_whole_numbers(tile: GemvTile, key: TileKey, chip: Chip) -> GemvTile | None:
+    """The tile with whole numbers; None where the kernels have none or it does not fit."""
     integer = replace(tile, integer=True)
     has_it = _on_matrix_units(key, chip) and key[2] < 16 and _fits(integer, key, chip)
-    return [integer] if has_it else []
+    return integer if has_it else None
 
 
 def _on_matrix_units(key: TileKey, chip: Chip) -> bool:
@@ -128,6 +124,11 @@ def _fits(tile: GemvTile, key: TileKey, chip: Chip) -> bool:
         and tile.threadgroup_bytes(shape) <= THREADGROUP_BYTES[chip.target]
         and shape.k % tile.k_split == 0
     )
+
+
+def _with(chosen: _Chosen, case: Case, measure: Measure, candidate: GemvTile) -> float | None:
+    chosen.candidate = candidate
+    return _microseconds(case, measure)
 
 
 def _microseconds(case: Case, measure: Measure) -> float | None:

@@ -9,6 +9,7 @@ from husky_mlx.config import LlamaConfig
 from husky_mlx.native.storage import LayerFormat, MatrixFormat, ModelFormat
 
 _TYPES = {mx.float32: "float", mx.float16: "Half", mx.bfloat16: "BFloat"}
+_NORM_NAMES = ("InputNorm", "PostNorm", "QueryNorm", "KeyNorm")
 _NAMES = ("Query", "Key", "Value", "Output", "Gate", "Up", "Down")
 
 # The longest native call, during which Python sees no Ctrl-C, in multiplications: about a second
@@ -114,14 +115,9 @@ def _layer(number: int, layer: LayerFormat, config: LlamaConfig) -> str:
         f"  using {name} = {_matrix(*shape, found)};"
         for name, shape, found in zip(_NAMES, shapes, layer.projections, strict=True)
     ]
-    norms = (
-        ("InputNorm", layer.input_norm),
-        ("PostNorm", layer.post_norm),
-        ("QueryNorm", layer.query_norm),
-        ("KeyNorm", layer.key_norm),
-    )
     lines += [
-        f"  using {name} = {'None' if dtype is None else _TYPES[dtype]};" for name, dtype in norms
+        f"  using {name} = {'None' if dtype is None else _TYPES[dtype]};"
+        for name, dtype in zip(_NORM_NAMES, layer.norms, strict=True)
     ]
     return "\n".join([f"struct Layer{number} {{", *lines, "};", ""])
 

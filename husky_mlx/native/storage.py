@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,13 @@ PROJECTIONS = (
     "mlp.up_proj",
     "mlp.down_proj",
 )
-HEAD_NORMS = ("q_norm", "k_norm")
-# These and the next in the order in which the library takes their addresses.
+# Norms of a layer, those of q's and k's heads only where a model has them. These and the next in
+# the order in which the library takes their addresses.
 LAYER_NORMS = (
     "input_layernorm",
     "post_attention_layernorm",
-    *(f"self_attn.{name}" for name in HEAD_NORMS),
+    "self_attn.q_norm",
+    "self_attn.k_norm",
 )
 PARTS = ("weight", "scales", "biases", "bias")
 
@@ -49,13 +50,10 @@ class MatrixFormat:
 
 @dataclass(frozen=True)
 class LayerFormat:
-    """The dtypes of a layer's two norms and of those of q's and k's heads, None without them, and
-    its matrices in the order of ``PROJECTIONS``."""
+    """The dtypes of a layer's norms in the order of ``LAYER_NORMS``, None for one that it has not,
+    and its matrices in the order of ``PROJECTIONS``."""
 
-    input_norm: mx.Dtype
-    post_norm: mx.Dtype
-    query_norm: mx.Dtype | None
-    key_norm: mx.Dtype | None
+    norms: tuple[mx.Dtype | None, ...]
     projections: tuple[MatrixFormat, ...]
 
 
@@ -102,7 +100,8 @@ def model_format(model: Any) -> ModelFormat:
             reasons.setdefault(found, []).append(name)
         else:
             formats[name] = found
-    for name, norm in norms(model):
+    scales = dict(norms(model))
+    for name, norm in scales.items():
         if norm.weight.dtype not in DTYPES:
             reasons.setdefault(f"{norm.weight.dtype} values", []).append(name)
     if reasons:
@@ -122,19 +121,14 @@ def model_format(model: Any) -> ModelFormat:
         final_norm=model.model.norm.weight.dtype,
         layers=tuple(
             LayerFormat(
-                input_norm=layer.input_layernorm.weight.dtype,
-                post_norm=layer.post_attention_layernorm.weight.dtype,
-                query_norm=_norm_dtype(layer.self_attn, "q_norm"),
-                key_norm=_norm_dtype(layer.self_attn, "k_norm"),
+                norms=tuple(
+                    None if array is None else array.dtype for array in _norms_of(i, scales)
+                ),
                 projections=tuple(formats[f"layers.{i}.{name}"] for name in PROJECTIONS),
             )
-            for i, layer in enumerate(model.layers)
+            for i in range(len(model.layers))
         ),
     )
-
-
-def _norm_dtype(attention: nn.Module, name: str) -> mx.Dtype | None:
-    return attention[name].weight.dtype if name in attention else None
 
 
 def matrices(model: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -149,14 +143,20 @@ def matrices(model: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def norms(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The final norm, each layer's two and those of its heads, where there are any."""
+    """The final norm, and of each layer those that it has."""
     yield "norm", model.model.norm
     for i, layer in enumerate(model.layers):
-        yield f"layers.{i}.input_layernorm", layer.input_layernorm
-        yield f"layers.{i}.post_attention_layernorm", layer.post_attention_layernorm
-        for name in HEAD_NORMS:
-            if name in layer.self_attn:
-                yield f"layers.{i}.self_attn.{name}", layer.self_attn[name]
+        for path in LAYER_NORMS:
+            holder, _, name = path.rpartition(".")
+            owner = layer[holder] if holder else layer
+            if name in owner:
+                yield f"layers.{i}.{path}", owner[name]
+
+
+def _norms_of(layer: int, scales: Mapping[str, nn.Module]) -> list[mx.array | None]:
+    """The weights of a layer's norms in the order of ``LAYER_NORMS``, of all ``norms`` by name."""
+    found = [scales.get(f"layers.{layer}.{name}") for name in LAYER_NORMS]
+    return [None if norm is None else norm.weight for norm in found]
 
 
 def _by_name(model: Any) -> dict[str, mx.array]:
@@ -181,9 +181,7 @@ def arrays_in_order(model: Any) -> list[mx.array | None]:
 
     arrays = [scales["norm"].weight, *parts("embed_tokens"), *parts("lm_head")]
     for i in range(len(model.layers)):
-        for norm in LAYER_NORMS:
-            module = scales.get(f"layers.{i}.{norm}")
-            arrays.append(None if module is None else module.weight)
+        arrays += _norms_of(i, scales)
         for name in PROJECTIONS:
             arrays += parts(f"layers.{i}.{name}")
     return arrays

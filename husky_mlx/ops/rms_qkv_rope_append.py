@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from husky_mlx.matrix import Heads, Matrix
 from husky_mlx.ops.gemv import Platform, float_bits, launch_gemv, normed
-from husky_mlx.ops.rope_append import norm_rope_append_kernel
+from husky_mlx.ops.rope_append import heads_template, norm_rope_append_kernel
 from husky_mlx.ops.rotate import Rotation
 from husky_mlx.pack import Projections
 
@@ -90,14 +90,9 @@ def rms_qkv_rope_append_kernel(
         [((m, heads.heads, heads.head_dim), matrix.dtype)],
         {
             "M": m,
-            "HEADS": heads.heads,
-            "KV_HEADS": heads.kv_heads,
-            "D": heads.head_dim,
             "EPS_BITS": float_bits(eps),
-            "HAS_BIAS": matrix.has_bias,
-            "TRADITIONAL": heads.traditional,
-            "MAGNITUDE_BITS": float_bits(heads.magnitude),
             "BATCHED": batched,
+            **heads_template(matrix, heads),
         },
         platform,
     )

@@ -92,9 +92,12 @@ def norm_rope_append_kernel(
 
 
 def _template(matrix: Matrix, heads: Heads) -> dict[str, Any]:
+    return {**matrix.template, "K": matrix.columns, **heads_template(matrix, heads)}
+
+
+def heads_template(matrix: Matrix, heads: Heads) -> dict[str, Any]:
+    """What a kernel's template says of the heads that the rows of ``matrix`` make."""
     return {
-        **matrix.template,
-        "K": matrix.columns,
         "HEADS": heads.heads,
         "KV_HEADS": heads.kv_heads,
         "D": heads.head_dim,

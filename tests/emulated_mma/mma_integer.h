@@ -14,20 +14,14 @@ inline uint permute_bytes(uint a, uint b, uint choice) {
 
 inline void mma_integer(thread int* d, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) {
   const uint lane = simd_prefix_exclusive_sum(1u);
-  const uint line = lane / 4;
-  const uint team = lane % 4;
   for (uint t = 0; t < 4; t++) {
-    const ushort row = ushort(line * 4 + t);
-    const uint a[2][2] = {
-        {simd_shuffle(a0, row), simd_shuffle(a2, row)},
-        {simd_shuffle(a1, row), simd_shuffle(a3, row)}};
+    const MmaRowWords a = mma_rows(lane, t, a0, a1, a2, a3);
     for (uint c = 0; c < 2; c++) {
-      const ushort column = ushort((team * 2 + c) * 4 + t);
-      const uint b[2] = {simd_shuffle(b0, column), simd_shuffle(b1, column)};
+      const MmaColumnWords b = mma_column(lane, t, c, b0, b1);
       for (uint r = 0; r < 2; r++) {
         for (uint i = 0; i < 8; i++) {
-          const int left = int(a[r][i / 4] >> (i % 4 * 8) & 0xffu);
-          const int right = int(b[i / 4] >> (i % 4 * 8) & 0xffu);
+          const int left = int(a.of[r][i / 4] >> (i % 4 * 8) & 0xffu);
+          const int right = int(b.of[i / 4] >> (i % 4 * 8) & 0xffu);
           d[2 * r + c] += left * (right < 128 ? right : right - 256);
         }
       }

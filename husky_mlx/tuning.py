@@ -1,9 +1,9 @@
 """``husky compile --tune``: the tiles that are fastest on the GPU that is here.
 
 From the policy's tile of each product of a one-token step, one figure of it after the other is
-changed as long as that is faster; where there are products in whole numbers, once more from the
-same tile with those, whose best may have other figures. Every candidate is compared with MLX's
-operations first.
+changed as long as that is faster; where it may be computed in whole numbers or in floats, once more
+from the same tile with the other kind, whose best may have other figures. Every candidate is
+compared with MLX's operations first.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def tune(
             assert isinstance(own, GemvTile)
             took = functools.partial(_with, chosen, case, measure)
             best, tile = _climb(own, usual, took, key, chip)
-            other = _in_whole_numbers(own, key, chip)
+            other = _in_other_numbers(own, key, chip)
             first = None if other is None else took(other)
             if other is not None and first is not None:
                 reached, other = _climb(other, first, took, key, chip)
@@ -106,11 +106,12 @@ def _climb(
     return best, tile
 
 
-def _in_whole_numbers(tile: GemvTile, key: TileKey, chip: Chip) -> GemvTile | None:
-    """The tile with whole numbers; None where the kernels have none or it does not fit."""
-    integer = replace(tile, integer=True)
-    has_it = _on_matrix_units(key, chip) and key[2] < 16 and _fits(integer, key, chip)
-    return integer if has_it else None
+def _in_other_numbers(tile: GemvTile, key: TileKey, chip: Chip) -> GemvTile | None:
+    """The tile with floats for whole numbers, or the other way round; None where the kernels have
+    one kind only or it does not fit."""
+    other = replace(tile, integer=not tile.integer)
+    has_it = _on_matrix_units(key, chip) and key[2] < 16 and _fits(other, key, chip)
+    return other if has_it else None
 
 
 def _on_matrix_units(key: TileKey, chip: Chip) -> bool:

@@ -11,18 +11,29 @@ constexpr int STAGED = gemv_staged<T, BITS, GROUP, K, M, SIMDGROUPS, false, INTE
 constexpr int SUMS = gemv_partial<M, ROWS, SIMDGROUPS, KSPLIT>();
 threadgroup float4 staged[STAGED];
 threadgroup float partial[SUMS];
+constexpr int THREADS = 32 * SIMDGROUPS;
+constexpr int SHARE = (M * TILE + THREADS - 1) / THREADS;
 const uint first = threadgroup_position_in_grid.x * TILE;
+// Asked for ahead of the product: behind it they would cost another trip to memory.
+T before[SHARE];
+#pragma unroll
+for (int s = 0; s < SHARE; s++) {
+  const uint i = min(thread_index_in_threadgroup + s * THREADS, uint(M * TILE - 1));
+  before[s] = residual[i / TILE * N + min(first + i % TILE, uint(N - 1))];
+}
 gemv<T, BITS, GROUP, K, N, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, false, INTEGER>(
     attended, attended, 0.0f, constants, part<T>(constants, AT.scales), part<T>(constants, AT.biases), first,
     first + TILE / 2, staged, partial, simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
-for (uint i = thread_index_in_threadgroup; i < M * TILE; i += 32 * SIMDGROUPS) {
-  const uint m = i / TILE;
+#pragma unroll
+for (int s = 0; s < SHARE; s++) {
+  const uint i = thread_index_in_threadgroup + s * THREADS;
   const uint row = first + i % TILE;
-  if (row < N) {
+  if (i < M * TILE && row < N) {
+    const uint m = i / TILE;
     float value = gemv_value<T, K, M, TILE, KSPLIT, false>(partial, 0.0f, m, i % TILE);
     if (HAS_BIAS) {
       value += float(part<T>(constants, AT.bias)[row]);
     }
-    y[m * N + row] = T(float(residual[m * N + row]) + value);
+    y[m * N + row] = T(float(before[s]) + value);
   }
 }

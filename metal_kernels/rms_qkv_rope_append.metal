@@ -25,15 +25,32 @@ const uint head = threadgroup_position_in_grid.x / HEAD_TILES;
 // The first pair of this tile: rows i and i + D / 2 of a head, or neighbours.
 const uint first_pair = threadgroup_position_in_grid.x % HEAD_TILES * (TILE / 2);
 const uint first = head * D + (TRADITIONAL ? 2 * first_pair : first_pair);
+// What the rotation takes, asked for ahead of the product: behind it that would cost another trip to
+// memory.
+constexpr int THREADS = 32 * SIMDGROUPS;
+constexpr int SHARE = (M * (TILE / 2) + THREADS - 1) / THREADS;
+const int slot = place[0];
+int positions[SHARE];
+float frequencies[SHARE];
+#pragma unroll
+for (int s = 0; s < SHARE; s++) {
+  const uint i = min(thread_index_in_threadgroup + s * THREADS, uint(M * (TILE / 2) - 1));
+  const uint m = i / (TILE / 2);
+  const uint pair = min(first_pair + i % (TILE / 2), uint(D / 2 - 1));
+  positions[s] = BATCHED ? place[4 + m] : place[4] + int(m);
+  frequencies[s] = part<float>(constants, AT.rest + part_words(K * sizeof(T)))[pair];
+}
 gemv<T, BITS, GROUP, K, ALL_ROWS, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, NORM, INTEGER>(
     x, part<T>(constants, AT.rest), eps, constants, part<T>(constants, AT.scales),
     part<T>(constants, AT.biases), first, first + (TRADITIONAL ? TILE / 2 : D / 2), staged, partial,
     simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
-for (uint i = thread_index_in_threadgroup; i < M * (TILE / 2); i += 32 * SIMDGROUPS) {
+#pragma unroll
+for (int s = 0; s < SHARE; s++) {
+  const uint i = thread_index_in_threadgroup + s * THREADS;
   const uint m = i / (TILE / 2);
   const uint t = i % (TILE / 2);
   const uint pair = first_pair + t;
-  if (pair < D / 2) {
+  if (i < M * (TILE / 2) && pair < D / 2) {
     const uint left = TRADITIONAL ? 2 * pair : pair;
     const uint right = TRADITIONAL ? left + 1 : left + D / 2;
     float a = gemv_value<T, K, M, TILE, KSPLIT, NORM>(partial, eps, m, TRADITIONAL ? 2 * t : t);
@@ -44,8 +61,7 @@ for (uint i = thread_index_in_threadgroup; i < M * (TILE / 2); i += 32 * SIMDGRO
       b += float(part<T>(constants, AT.bias)[head * D + right]);
     }
     if (head < HEADS + KV_HEADS) {
-      const float frequency = part<float>(constants, AT.rest + part_words(K * sizeof(T)))[pair];
-      const float angle = float(BATCHED ? place[4 + m] : place[4] + int(m)) * frequency;
+      const float angle = float(positions[s]) * frequencies[s];
       const float magnitude = as_type<float>(MAGNITUDE_BITS);
       const float cosine = metal::precise::cos(angle) * magnitude;
       const float sine = metal::precise::sin(angle) * magnitude;
@@ -58,7 +74,7 @@ for (uint i = thread_index_in_threadgroup; i < M * (TILE / 2); i += 32 * SIMDGRO
       queries[(m * HEADS + head) * D + right] = T(b);
     } else {
       const uint kv_head = (head - HEADS) % KV_HEADS + (BATCHED ? m * KV_HEADS : 0);
-      const size_t row = size_t(kv_head) * keys_shape[2] + place[0] + (BATCHED ? 0 : m);
+      const size_t row = size_t(kv_head) * keys_shape[2] + slot + (BATCHED ? 0 : m);
       device T* cache = head < HEADS + KV_HEADS ? mutable_input(keys) : mutable_input(values);
       cache[row * D + left] = T(a);
       cache[row * D + right] = T(b);

@@ -61,10 +61,19 @@ def test_attention_table(chip, shape, template):
         ("m4max-40c", 4, GemvShape(1, 320, 8192), (4, 4, 2, 2)),
         # K too short to be split.
         ("m4max-40c", 4, GemvShape(1, 320, 1536), (4, 4, 1, 2)),
-        ("h200", 4, GemvShape(1, 28672, 4096, norm=True), (32, 4, 4, 2)),
-        ("h200", 4, GemvShape(1, 2048, 2048), (16, 16, 16, 1)),
+        ("h200", 4, GemvShape(1, 28672, 4096, norm=True), (32, 8, 2, 2)),
+        ("h200", 4, GemvShape(1, 16384, 2048, norm=True), (32, 16, 4, 1)),
+        ("h200", 4, GemvShape(1, 6144, 4096, norm=True), (16, 8, 8, 2)),
+        ("h200", 4, GemvShape(1, 2048, 2048), (16, 16, 8, 2)),
         ("h200", 4, GemvShape(1, 128256, 2048, norm=True), (16, 4, 1, 4)),
-        ("h200", 4, GemvShape(1, 4096, 14336), (16, 14, 14, 2)),
+        # 112 chunks: 7 for each of 16 simdgroups.
+        ("h200", 4, GemvShape(1, 4096, 14336), (16, 16, 16, 1)),
+        ("h200", 4, GemvShape(4, 28672, 4096, norm=True), (16, 8, 2, 2)),
+        ("h200", 8, GemvShape(1, 28672, 4096, norm=True), (16, 8, 8, 4)),
+        ("h200", 16, GemvShape(1, 28672, 4096, norm=True), (16, 4, 4, 4)),
+        # Four rows of 14,336 as 16-bit integers do not fit; not all chips are fast with those.
+        ("h200", 4, GemvShape(4, 4096, 14336), (16, 14, 14, 2)),
+        ("sm_103", 4, GemvShape(1, 28672, 4096, norm=True), (32, 4, 4, 2)),
         # Matrix units take no float32.
         ("h200", 4, GemvShape(1, 28672, 4096, itemsize=4), (4, 2, 1, 1)),
     ],
@@ -72,6 +81,9 @@ def test_attention_table(chip, shape, template):
 def test_gemv_table(chip, bits, shape, template):
     tile = policy("down_add", shape, bits, H200 if chip == "h200" else parse(chip)[0])
     found = tile.template()
+    assert tile.integer == (
+        chip == "h200" and bits < 16 and shape.itemsize == 2 and tile.k_split != 14
+    )
     assert (found["ROWS"], found["SIMDGROUPS"], found["KSPLIT"], found["UNROLL"]) == template
 
 

@@ -73,28 +73,29 @@ def model_in_16_bit(bits: int | None):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_whole_numbers_are_taken_where_they_are_faster(bits, tiles_tried, as_on_cuda):
+def test_floats_are_taken_where_they_are_faster_than_whole_numbers(bits, tiles_tried, as_on_cuda):
     def measure(case):
         case.ours.step(0, *case.ours.state)
-        return 1.0 if tiles_tried[-1].integer else 2.0
+        return 2.0 if tiles_tried[-1].integer else 1.0
 
     ((key, tile),) = tuning.tune(model_in_16_bit(bits), H100, "emulator", measure).items()
-    assert key[2] == bits and tile.integer
+    assert policy(*key, H100).integer
+    assert key[2] == bits and not tile.integer
     assert {16, 32, 64} <= {tried.rows for tried in tiles_tried}
     measured_alike = tuning.tune(model_in_16_bit(bits), H100, "emulator", lambda case: 1.0)
     assert measured_alike == {}
 
 
-def test_whole_numbers_may_need_other_figures(tiles_tried, as_on_cuda):
-    """At the policy's figures they are slower."""
+def test_the_other_numbers_may_need_other_figures(tiles_tried, as_on_cuda):
+    """At the policy's figures floats are slower."""
 
     def measure(case):
         case.ours.step(0, *case.ours.state)
         tile = tiles_tried[-1]
-        return (1.0 if tile.rows == 64 else 3.0) if tile.integer else 2.0
+        return 2.0 if tile.integer else (1.0 if tile.rows == 64 else 3.0)
 
     ((_, tile),) = tuning.tune(model_in_16_bit(4), H100, "emulator", measure).items()
-    assert tile.integer and tile.rows == 64
+    assert not tile.integer and tile.rows == 64
 
 
 def test_plain_weights_have_no_whole_numbers(tiles_tried, as_on_cuda):

@@ -45,16 +45,24 @@ def compiled_for() -> str | None:
     return f"{architecture()}_nvrtc{compiler}_{digest.hexdigest()[:8]}"
 
 
-def provide(name: str, source: CudaSource, signature: Signature) -> None:
-    """See to it that MLX finds a binary for the kernel that it will call ``name``."""
+def provide(
+    name: str, source: CudaSource, signature: Signature, threads: int | None = None
+) -> str | None:
+    """See to it that MLX finds a binary for the kernel that it will call ``name``.
+
+    ``threads``: of a threadgroup, whose registers must suffice for all of them. None if the binary
+    is there, else the reason why MLX would have to compile.
+    """
     function = f"custom_kernel_{name}"
     text = mlx_text(function, source, signature)
     if _files(function, text)[0].exists():
-        return
+        return None
     try:
-        put(function, text, nvrtc.compile_cubin(own_text(source, signature), architecture()))
-    except (OSError, nvrtc.NvrtcError):
-        return
+        own = own_text(source, signature, threads)
+        put(function, text, nvrtc.compile_cubin(own, architecture()))
+    except (OSError, nvrtc.NvrtcError) as error:
+        return str(error)
+    return None
 
 
 def put(function: str, text: str, code: bytes) -> None:
@@ -92,13 +100,14 @@ def mlx_text(function: str, source: CudaSource, signature: Signature) -> str:
     )
 
 
-def own_text(source: CudaSource, signature: Signature) -> str:
+def own_text(source: CudaSource, signature: Signature, threads: int | None = None) -> str:
     """The same kernel without MLX's headers, under a name that needs no mangling."""
     parameters = ", ".join(_own_parameter(parameter) for parameter in signature.buffers)
+    bounds = "" if threads is None else f"__launch_bounds__({threads}, 1) "
     return (
         f"{source.header}template <typename T> struct Numbers {{\n  T values[10];\n"
         "  __device__ const T& operator[](int i) const { return values[i]; }\n};\n"
-        f'extern "C" __global__ void {_ENTRY}({parameters}) {{\n{source.source}\n}}\n'
+        f'extern "C" __global__ void {bounds}{_ENTRY}({parameters}) {{\n{source.source}\n}}\n'
     )
 
 

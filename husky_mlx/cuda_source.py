@@ -51,7 +51,7 @@ def translate(signature: Signature, header: str, source: str) -> CudaSource:
     file = cache_dir() / "cuda" / f"{name}.h"
     if not file.exists():
         write_whole(file, text.replace(_NAMESPACE, name).encode())
-    values = ", ".join(_outside(value) for _, _, value in signature.template)
+    values = ", ".join(outside(value) for _, _, value in signature.template)
     arguments = ", ".join(_argument(parameter) for parameter in signature.parameters)
     instance = f"::metal::{name}::body{f'<{values}>' if values else ''}"
     return CudaSource(f'#include "{file}"\n', f"  {instance}({arguments});\n", file)
@@ -69,18 +69,18 @@ def _file_text(signature: Signature, header: str, source: str) -> str:
         with_float_literals(without_comments(source)),
         lambda element, name, dimensions, _: f"__shared__ {element} {name}{dimensions};",
     )
-    parameters = ", ".join(_parameter(parameter) for parameter in signature.parameters)
+    parameters = ", ".join(parameter_declaration(parameter) for parameter in signature.parameters)
     return (
         f'#pragma once\n#include "{kernel_folder() / "prelude_cuda.h"}"\n'
         f"namespace metal {{ namespace {_NAMESPACE} {{\n"
-        f'#line 1 "header"\n{_device_header(header)}\n'
+        f'#line 1 "header"\n{device_header(header)}\n'
         f"{signature.template_declaration}__device__ __forceinline__ void body({parameters}) {{\n"
-        f'#line 1 "body"\n{_without_address_spaces(body)}\n}}\n'
+        f'#line 1 "body"\n{without_address_spaces(body)}\n}}\n'
         "} }\n"
     )
 
 
-def _device_header(header: str) -> str:
+def device_header(header: str) -> str:
     """The helpers of a header as device functions, its tables in constant memory."""
     text = with_float_literals(without_metal_includes(without_comments(header)))
     items = []
@@ -94,7 +94,7 @@ def _device_header(header: str) -> str:
             constant = "" if re.search(r"\bconstexpr\b", declaration) else "__constant__"
             declaration = re.sub(r"\bstatic\b", "", declaration)
             declaration = re.sub(r"\bconstant\b", constant, declaration, count=1)
-        items.append(_without_address_spaces(template + declaration + rest))
+        items.append(without_address_spaces(template + declaration + rest))
     return "".join(items)
 
 
@@ -117,12 +117,12 @@ def _template_end(text: str, start: int) -> int:
     raise ValueError(f"no end of the template parameters in: {text.strip()[:60]!r}")
 
 
-def _without_address_spaces(text: str) -> str:
+def without_address_spaces(text: str) -> str:
     text = re.sub(r"\bconstant\b", "const", text)
     return re.sub(r"\b(?:device|threadgroup|thread)\b", "", text)
 
 
-def _parameter(parameter: Parameter) -> str:
+def parameter_declaration(parameter: Parameter) -> str:
     if parameter.role == "attribute":
         return f"{parameter.element} {parameter.name}"
     const = "" if parameter.role == "output" else "const "
@@ -138,12 +138,12 @@ def _argument(parameter: Parameter) -> str:
     if parameter.role == "ndim":
         return parameter.name
     const = "const " if parameter.role == "input" else ""
-    pointer = f"reinterpret_cast<{const}{_outside(parameter.element)}*>({parameter.name})"
+    pointer = f"reinterpret_cast<{const}{outside(parameter.element)}*>({parameter.name})"
     # MLX passes every input as a pointer here; a 0-d one is a reference in Metal.
     return f"*{pointer}" if parameter.declarator == "&" else pointer
 
 
-def _outside(element: str) -> str:
+def outside(element: str) -> str:
     """A type or value of a body, as it is called outside namespace metal."""
     return f"::metal::{element}" if element.endswith("_t") else element
 

@@ -21,6 +21,7 @@ from husky_mlx.policy import policy
 from husky_mlx.prefill import Prefill
 from husky_mlx.products import Products
 from husky_mlx.short_prompt import ShortPrompt
+from husky_mlx.single_launch import SingleLaunch
 from husky_mlx.tiles import AttentionShape
 
 STEPS = 8
@@ -75,6 +76,19 @@ class Differences:
             for layer in self._one_of_each_format():
                 yield self._short_difference([layer], length)
 
+    def of_single_launch(self) -> Iterator[str | None]:
+        """Of a model's one-token steps as one launch, against those of several."""
+        plan = copy.deepcopy(self._twin_graph.plan)
+        several = FusedGraph(self._config, self._weights, plan, self._platform)
+        single = FusedGraph(self._config, self._weights, plan, self._platform)
+        for each in (several, single):
+            each.kind_of_layer = [0] * len(self._weights.layers)
+        single.single = SingleLaunch(single)
+        steps = DecodeStep(single, plan), DecodeStep(several, plan)
+        yield self._steps_difference(
+            1, False, list(range(len(self._weights.layers))), START, *steps
+        )
+
     def _one_of_each_format(self) -> list[int]:
         formats = [layer_format(layer) for layer in self._weights.layers]
         return [formats.index(found) for found in dict.fromkeys(formats)]
@@ -108,7 +122,17 @@ class Differences:
 
     def _difference(self, rows: int, batched: bool, layers: list[int], start: int) -> str | None:
         """What the steps differ in by more than the tolerance."""
-        fused, twin = self._graphs(layers)
+        return self._steps_difference(rows, batched, layers, start, *self._graphs(layers))
+
+    def _steps_difference(
+        self,
+        rows: int,
+        batched: bool,
+        layers: list[int],
+        start: int,
+        fused: DecodeStep,
+        twin: DecodeStep,
+    ) -> str | None:
         length = 1 if batched else rows
         caches = [self._caches(rows, batched, start, len(layers)) for _ in range(2)]
         steps = self._tokens(STEPS * rows).reshape(STEPS, rows // length, length)

@@ -35,6 +35,7 @@ from husky_mlx.places import (
     make_place,
 )
 from husky_mlx.plan import Plan
+from husky_mlx.turns import TURNS
 
 
 class DecodeStep:
@@ -52,8 +53,15 @@ class DecodeStep:
         self._kv_heads = graph.config.num_key_value_heads, graph.config.head_dim
         self._nothing = graph.nothing_before
         self._plan = plan
-        self._logits = Compiled(graph.logits) if graph.compiled else graph.logits
-        self._greedy = Compiled(graph.greedy) if graph.compiled else graph.greedy
+        ready = Compiled if graph.compiled else _as_it_is
+        self._logits, self._greedy = ready(graph.logits), ready(graph.greedy)
+        self._single: dict[Callable, Callable] = {}
+        if graph.single is not None:
+            single = graph.single
+            self._single = {
+                self._logits: ready(single.logits),
+                self._greedy: ready(single.greedy),
+            }
 
     def proven(self, rows: int, batched: bool) -> DecodeStep:
         """This step if its kernels are right for ``rows`` rows, else one that has none."""
@@ -135,12 +143,21 @@ class DecodeStep:
             if cache.ordering is not before:
                 cache.settle()
         keys, values = zip(*(cache.buffers() for cache in caches), strict=True)
-        *results, ordering = step(
-            *inputs, list(keys), list(values), self._nothing if before is None else before
-        )
+        before = self._nothing if before is None else before
+        arguments = (*inputs, list(keys), list(values), before)
+        turn = TURNS.take() if step in self._single and inputs[0].size == 1 else None
+        if turn is None:
+            *results, ordering = step(*arguments)
+        else:
+            *results, ordering, after = self._single[step](*arguments, turn)
+            TURNS.leave(after)
         for cache in caches:
             cache.ordering = ordering
         return tuple(results)
+
+
+def _as_it_is(function: Callable) -> Callable:
+    return function
 
 
 class StepGraph:
@@ -153,6 +170,7 @@ class StepGraph:
     dtype = None
     longest = 1
     self_test = None
+    single = None
 
     def __init__(self, config: LlamaConfig, weights: StepWeights, plan: Plan):
         self.config = config

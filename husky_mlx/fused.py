@@ -30,6 +30,7 @@ from husky_mlx.plan import Plan
 if TYPE_CHECKING:
     from husky_mlx.prefill import Prefill
     from husky_mlx.selftest import SelfTest
+    from husky_mlx.single_launch import SingleLaunch
 
 ORDER_SIZE = 8  # smaller inputs are in another address space on Metal
 
@@ -118,6 +119,7 @@ class FusedGraph:
 
     in_place = True
     prefill: Prefill | None = None
+    single: SingleLaunch | None = None
     longest = MAX_ROWS
 
     def __init__(
@@ -203,9 +205,17 @@ class FusedGraph:
             x = o_proj_add_kernel(attended, x, layer.o_proj, platform)
             activated = rms_gate_up_swiglu_kernel(x, eps, layer.gate_up, platform)
             x = down_add_kernel(activated, x, layer.down_proj, platform)
-        others = [place + mx.array(advance(length)) for place in places[1:]]
-        x, ordering = ordered(x, others)
-        return x, [following, *others], ordering
+        found = next_places(places, following, length)
+        x, ordering = self._ordered(x, found[1:])
+        return x, found, ordering
+
+    def _ordered(self, x: mx.array, others: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
+        return ordered(x, others)
+
+
+def next_places(places: list[mx.array], following: mx.array, length: int) -> list[mx.array]:
+    """``following`` is what the first one has become; the others move on as well."""
+    return [following, *(place + mx.array(advance(length)) for place in places[1:])]
 
 
 def ordered(x: mx.array, others: Sequence[mx.array] = ()) -> tuple[mx.array, mx.array]:

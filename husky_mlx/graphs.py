@@ -13,11 +13,12 @@ from husky_mlx.launches import launch_lines
 from husky_mlx.ops.gemv import Platform, TileKey
 from husky_mlx.pack import StepWeights
 from husky_mlx.plan import Plan
-from husky_mlx.policy import dequantize_from, frozen_rows, short_prompts
+from husky_mlx.policy import dequantize_from, frozen_rows, short_prompts, single_launch
 from husky_mlx.prefill import Prefill
 from husky_mlx.products import Products
 from husky_mlx.selftest import SelfTest
 from husky_mlx.short_prompt import ShortPrompt
+from husky_mlx.single_launch import SingleLaunch
 from husky_mlx.tiles import GemvTile
 
 
@@ -55,6 +56,7 @@ def choose_graph(
         return twin
     plan.kernels, plan.launches = "fused kernels", launch_lines(made, platform)
     graph = FusedGraph(config, made, plan, platform, self_test)
+    _add_single_launch(graph, plan, self_test)
     if self_test.prompts_pass():
         itemsize = made.embedding.dtype.size
         threshold = functools.partial(dequantize_from, platform.chip)
@@ -76,3 +78,14 @@ def choose_graph(
         if rows is not None:
             plan.prefill += f", the largest matrices dequantized from {rows} rows on"
     return graph
+
+
+def _add_single_launch(graph: FusedGraph, plan: Plan, self_test: SelfTest) -> None:
+    """Let one-token steps be one launch, where that is faster, wanted and right."""
+    if not single_launch(graph.platform.chip, graph.dtype.size, 1):
+        return
+    if not switches.SINGLE_LAUNCH.read():
+        plan.kernels += " (HUSKY_SINGLE_LAUNCH is off)"
+    elif self_test.single_launch_passes():
+        graph.single = SingleLaunch(graph)
+        plan.kernels += ", those of one token in one launch"

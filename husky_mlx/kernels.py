@@ -19,6 +19,8 @@ from husky_mlx.kernel_signature import SMALLEST_DEVICE_INPUT, ArrayType, metal_t
 from husky_mlx.kernel_source import KernelSource, kernel_source, metal_prelude
 
 BACKENDS = ("metal", "cuda", "emulator")
+# Launches for CUDA that are only recorded: their outputs are placeholders.
+OUTLINE = "outline"
 Grid = tuple[int, int, int]
 ArraySpec = tuple[Sequence[int], mx.Dtype]
 
@@ -83,7 +85,7 @@ class Prepared:
         backend: str | None = None,
     ):
         backend = default_backend() if backend is None else backend
-        source = kernel_source(op, cuda=backend == "cuda")
+        source = kernel_source(op, cuda=backend in ("cuda", OUTLINE))
         _check_names(op, "inputs", source.inputs, inputs)
         _check_names(op, "template", source.template, template)
         if len(outputs) != len(source.outputs):
@@ -160,6 +162,8 @@ def replay(launches: Sequence[Launch], backend: str) -> list[list[mx.array]]:
 @functools.cache
 def _kernel(op: str, backend: str) -> Callable:
     """The kernel as the backend's callable, with the arguments of ``mx.fast.metal_kernel``'s."""
+    if backend == OUTLINE:
+        return _placeholders
     source = kernel_source(op, cuda=backend == "cuda")
     if backend == "cuda":
         return _CudaKernel(op, source)
@@ -181,6 +185,14 @@ def _kernel(op: str, backend: str) -> Callable:
         # With the file's own line numbers in its messages.
         return metal_kernel(**parts, header=source.header, source=source.numbered_source)
     raise ValueError(f"backend {backend!r}: one of {', '.join(BACKENDS)}")
+
+
+def _placeholders(
+    *, output_shapes: Sequence[Sequence[int]], output_dtypes: Sequence[mx.Dtype], **call: Any
+) -> list[mx.array]:
+    return [
+        mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
+    ]
 
 
 class _CudaKernel:

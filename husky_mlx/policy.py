@@ -107,6 +107,10 @@ _COMBINE_SIMDGROUPS = 8
 # Rows of the steps that take short prompts, where matrix units have as many columns anyway.
 _SHORT_PROMPTS = (8, 16)
 _FROZEN_ROWS = (32, 64, 128, 256)
+CHAIN_SIMDGROUPS = 16
+_CHAIN_BYTES_A_MICROSECOND = 30_000  # of an H200's bandwidth, for one of its 132 multiprocessors
+_CHAIN_WAVE_MICROSECONDS = 1.0
+_CHAIN_UNROLL_ROWS = 64  # rows times chunks that a lane has registers for
 # Measured on an H200 on 2026-12-01, bfloat16, GPU microseconds of MLX's product against both of
 # ours on cold weights. 4 bit, 17 rows of x: 4096x14336 263 and 75, 4096x4096 90 and 25, 3072x2048
 # 41 and 13, 576x576 13 and 5, but 28672x4096 132 and 142, 16384x2048 39 and 42; those two at 128
@@ -180,6 +184,58 @@ def short_prompts(chip: Chip, itemsize: int) -> tuple[int, ...]:
     ``itemsize`` of an activation in bytes. Empty: such prompts take MLX's products.
     """
     return _SHORT_PROMPTS if chip.target == "cuda" and itemsize == 2 else ()
+
+
+def chained_tile(op: str, shape: GemvShape, bits: int, chip: Chip) -> GemvTile:
+    """The tile of a product in a chain, whose threadgroups have CHAIN_SIMDGROUPS simdgroups and run
+    side by side, one a multiprocessor.
+
+    The cheapest by a model of one: its waves, each of which takes as long as its weights from
+    memory and a fixed time besides.
+    """
+    own = policy(op, shape, bits, chip)
+    chunk = 512 // bits
+
+    def cost(tile: GemvTile) -> tuple[float, int, int]:
+        weights = tile.outputs * shape.k * bits / 8
+        wave = weights / _CHAIN_BYTES_A_MICROSECOND + _CHAIN_WAVE_MICROSECONDS
+        waves = -(-tile.threadgroups(shape) // chip.cores)
+        # Then where all simdgroups have as much to do, and by the reads of x.
+        return waves * wave, -(-shape.k // chunk) % tile.k_split, -tile.rows
+
+    return min(
+        (
+            replace(
+                own,
+                rows=rows,
+                simdgroups=CHAIN_SIMDGROUPS,
+                k_split=k_split,
+                unroll=_chain_unroll(shape, chunk, rows, k_split),
+            )
+            for rows in (16, 32)
+            for k_split in (1, 2, 4, 8, 16)
+            if k_split == 1 or shape.k >= k_split * chunk
+        ),
+        key=cost,
+    )
+
+
+def _chain_unroll(shape: GemvShape, chunk: int, rows: int, k_split: int) -> int:
+    """As many chunks at once as a simdgroup has, as its registers hold, and without a rest."""
+    chunks = -(-shape.k // chunk)
+    fits = [u for u in (4, 2, 1) if u * rows <= _CHAIN_UNROLL_ROWS and u * k_split <= chunks]
+    return next((u for u in fits if chunks % (u * k_split) == 0), fits[-1])
+
+
+def chained_attention(shape: AttentionShape, chip: Chip) -> AttentionTile:
+    """The tile of attention in a chain: fewer rows at once, for half the registers."""
+    tile = policy("attention_decode", shape, 16, chip)
+    return replace(tile, unroll=max(tile.unroll // 2, 1))
+
+
+def single_launch(chip: Chip, itemsize: int, rows: int) -> bool:
+    """Whether a step of ``rows`` rows is one launch; ``itemsize`` of an activation in bytes."""
+    return chip.target == "cuda" and itemsize == 2 and rows == 1
 
 
 def tuning_name(chip: Chip) -> str:

@@ -64,6 +64,16 @@ class SelfTest:
         of = f"prompts of up to {max(lengths)}"
         return self._verdict(of, off, functools.partial(self.short_prompt_problem, lengths)) is None
 
+    def single_launch_passes(self) -> bool:
+        """Whether one-token steps may be one launch each."""
+        off = "steps of one launch are off, replies are slower"
+        return (
+            self._verdict(
+                "single launch", off, lambda: _first(self._differences.of_single_launch())
+            )
+            is None
+        )
+
     def problem(self, rows: int, batched: bool) -> str | None:
         """What is wrong with such steps here and now; None where they are right."""
         return _first(self._differences.of_steps(rows, batched))

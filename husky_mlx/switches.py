@@ -42,6 +42,7 @@ class Switch(Generic[Value]):
 
 EAGER = Switch("HUSKY_EAGER", _TRUTH, False)
 KERNELS = Switch("HUSKY_KERNELS", _TRUTH, True)
+SINGLE_LAUNCH = Switch("HUSKY_SINGLE_LAUNCH", _TRUTH, True)
 NATIVE = Switch(
     "HUSKY_NATIVE",
     {**dict.fromkeys(_NO, "off"), **dict.fromkeys(_YES, "on"), "exact": "exact"},
@@ -50,7 +51,7 @@ NATIVE = Switch(
 CHOICE = Switch("HUSKY_CHOICE", _TRUTH, True)
 # None: nobody asked.
 BACKEND = Switch[str | None]("HUSKY_BACKEND", {name: name for name in BACKENDS}, None)
-ALL: tuple[Switch, ...] = (EAGER, KERNELS, NATIVE, BACKEND, CHOICE)
+ALL: tuple[Switch, ...] = (EAGER, KERNELS, SINGLE_LAUNCH, NATIVE, BACKEND, CHOICE)
 
 
 def problems() -> list[SwitchError]:
@@ -74,6 +75,6 @@ def changed() -> list[str]:
     """The switches, as in ``HUSKY_KERNELS=0``, that make ours run another way than by default."""
     return [
         f"{switch.name}={os.environ[switch.name]}"
-        for switch in (EAGER, KERNELS, NATIVE)
+        for switch in (EAGER, KERNELS, SINGLE_LAUNCH, NATIVE)
         if switch.read() != switch.default
     ]

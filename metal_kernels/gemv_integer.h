@@ -111,7 +111,9 @@ inline void gemv_integer(
   if (BATCHES >= KSPLIT || part < BATCHES) {
     load_batch<T, BITS, GROUP, K, M, UNROLL, TILES>(rows, part, team, entry_word, current);
   }
-  stage_integer<T, BITS, XGROUP, K, M, SIMDGROUPS, NORM>(x, norm, staged, simdgroup, lane);
+  if (MSL_INPUTS_READY()) {
+    stage_integer<T, BITS, XGROUP, K, M, SIMDGROUPS, NORM>(x, norm, staged, simdgroup, lane);
+  }
   const threadgroup vec<uint, 4>* bytes =
       reinterpret_cast<const threadgroup vec<uint, 4>*>(staged);
   const threadgroup float2* facts =

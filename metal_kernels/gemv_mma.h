@@ -66,8 +66,11 @@ inline void gemv_mma(
   if (BATCHES >= KSPLIT || part < BATCHES) {
     load_batch<T, BITS, GROUP, K, M, UNROLL, TILES>(rows, part, team, team % 2, current);
   }
+  const bool fresh = MSL_INPUTS_READY();
   if constexpr (NORM) {
-    stage_normed<T, K, M, SIMDGROUPS>(x, norm, eps, staged, partial, simdgroup, lane);
+    if (fresh) {
+      stage_normed<T, K, M, SIMDGROUPS>(x, norm, eps, staged, partial, simdgroup, lane);
+    }
   }
 #pragma unroll 1
   for (int step = 0; step < STEPS; step++) {

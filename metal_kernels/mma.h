@@ -13,9 +13,9 @@ inline vec<uint, 4> load_once(const device uint* words) {
 // 16 bytes that other threads of the multiprocessor read as well.
 inline vec<uint, 4> load_shared_words(const device uint* words) {
   uint a, b, c, d;
-  asm("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-      : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
-      : "l"(words));
+  MSL_SHARED_ASM("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+                 : "l"(words));
   return vec<uint, 4>(a, b, c, d);
 }
 

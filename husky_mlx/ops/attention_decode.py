@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from husky_mlx.kernels import launch
 from husky_mlx.ops.gemv import Platform
-from husky_mlx.policy import policy
+from husky_mlx.policy import chained_attention, policy
 from husky_mlx.tiles import AttentionShape
 
 
@@ -38,7 +38,11 @@ def attention_decode_kernel(
     shape = AttentionShape(
         m, heads, keys.shape[1], head_dim, keys.shape[2], batched, queries.dtype.size
     )
-    tile = policy("attention_decode", shape, 16, platform.chip)
+    tile = (
+        chained_attention(shape, platform.chip)
+        if platform.chained
+        else policy("attention_decode", shape, 16, platform.chip)
+    )
     whole = tile.splits == 1  # type: ignore[union-attr]
     (attended,) = launch(
         "attention_decode",
@@ -48,7 +52,11 @@ def attention_decode_kernel(
             "values": values,
             "place": place,
         },
-        [((m, heads, head_dim), queries.dtype) if whole else ((tile.partials(shape),), mx.float32)],  # type: ignore[union-attr]
+        [
+            ((m, heads * head_dim), queries.dtype)
+            if whole
+            else ((tile.partials(shape),), mx.float32)
+        ],  # type: ignore[union-attr]
         {
             "T": queries.dtype,
             "M": m,
@@ -67,10 +75,10 @@ def attention_decode_kernel(
         (attended,) = launch(
             "attention_combine",
             {"partials": attended},
-            [((m, heads, head_dim), queries.dtype)],
+            [((m, heads * head_dim), queries.dtype)],
             {"T": queries.dtype, "VECTORS": m * heads, "D": head_dim, **combine.template()},
             combine.grid(shape),  # type: ignore[arg-type]
             combine.threadgroup,
             platform.backend,
         )
-    return attended.reshape(m, -1)
+    return attended

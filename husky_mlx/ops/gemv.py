@@ -12,7 +12,7 @@ import mlx.core as mx
 from husky_mlx.chips import Chip
 from husky_mlx.kernels import ArraySpec, launch
 from husky_mlx.matrix import Matrix
-from husky_mlx.policy import policy
+from husky_mlx.policy import chained_tile, policy
 from husky_mlx.tiles import GemvShape, GemvTile
 
 # Operation, shape and bits of a product.
@@ -22,11 +22,12 @@ TileKey = tuple[str, GemvShape, int]
 @dataclass(frozen=True)
 class Platform:
     """Where kernels are launched: the chip for the policy, the backend for the launch, and
-    ``tiles`` that are taken instead of the policy's."""
+    ``tiles`` that are taken instead of the policy's. ``chained``: in one launch with others."""
 
     chip: Chip
     backend: str
     tiles: Mapping[TileKey, GemvTile] = field(default_factory=dict, hash=False)
+    chained: bool = False
 
 
 def float_bits(number: float) -> int:
@@ -51,6 +52,8 @@ def gemv_tile(
     )
     if (chosen := platform.tiles.get((op, shape, matrix.bits))) is not None:
         return chosen
+    if platform.chained:
+        return chained_tile(op, shape, matrix.bits, platform.chip)
     tile = policy(op, shape, matrix.bits, platform.chip)
     assert isinstance(tile, GemvTile)
     return tile

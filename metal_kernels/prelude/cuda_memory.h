@@ -1,6 +1,12 @@
 // Barriers, atomics, in-place inputs and thread attributes on CUDA.
 #pragma once
 
+// What a chain of kernels in one launch (prelude/chain.h) defines anew: whether the results of the
+// launch before are there, waited for where they are not yet; and loads of them, which must then
+// stay behind that wait. A launch of its own finds its inputs there.
+#define MSL_INPUTS_READY() true
+#define MSL_SHARED_ASM asm
+
 namespace metal {
 
 enum class mem_flags : uint { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };

@@ -2,6 +2,8 @@
 // multiply is spelled out from the fragment layout in NVIDIA's PTX manual (mma.m16n8k16).
 #include "words.h"
 
+#define MSL_INPUTS_READY() true
+
 inline vec<uint, 4> load_once(const device uint* words) {
   return *reinterpret_cast<const device vec<uint, 4>*>(words);
 }

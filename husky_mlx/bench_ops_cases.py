@@ -18,7 +18,7 @@ from husky_mlx.bench_ops_weights import Copies, describe, nbytes, own, projectio
 from husky_mlx.cache import KVCache
 from husky_mlx.launches import GROUP_OF_OP
 from husky_mlx.model import Model
-from husky_mlx.ops.attention_decode import attention_decode_kernel
+from husky_mlx.ops.attention_decode import attention_decode_kernel, ticket_count
 from husky_mlx.ops.down_add import down_add_kernel
 from husky_mlx.ops.embed import embed_kernel
 from husky_mlx.ops.gemv import Platform
@@ -103,10 +103,13 @@ class Cases:
         ]
         mx.eval(ids)
         before, place = self._random(m, config.hidden_size), self._place(SLOT + 1)
+        tickets = ticket_count(m, config.num_attention_heads)
 
         def ours(number: int, before: mx.array) -> tuple[mx.array, ...]:
             tokens = following(ids[number % len(ids)], before)
-            return embed_kernel(tokens, before, place, m, made.embedding, self._platform)[:1]
+            table = made.embedding
+            x, *_ = embed_kernel(tokens, before, place, m, table, tickets, self._platform)
+            return (x,)
 
         def stock(number: int, before: mx.array) -> tuple[mx.array, ...]:
             return (embedding(following(ids[number % len(ids)], before)[None]),)
@@ -166,10 +169,13 @@ class Cases:
         caches = [(self._random(*shape), self._random(*shape)) for _ in range(copies)]
         place = self._place(context)
         queries = self._random(m, config.num_attention_heads, config.head_dim)
+        tickets = own(mx.zeros((ticket_count(m, config.num_attention_heads),), mx.uint32))
 
         def ours(number: int, queries: mx.array) -> tuple[mx.array, ...]:
             cache = caches[number % copies]
-            return (attention_decode_kernel(queries, *cache, place, False, self._platform),)
+            return (
+                attention_decode_kernel(queries, *cache, place, False, tickets, self._platform),
+            )
 
         def stock(number: int, queries: mx.array) -> tuple[mx.array, ...]:
             keys, values = (buffer[..., :seen, :] for buffer in caches[number % copies])

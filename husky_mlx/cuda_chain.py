@@ -30,6 +30,7 @@ ARENA_BYTES = 64 * 1024
 _ATTRIBUTES = {
     "threadgroup_position_in_grid": "position",
     "threadgroups_per_grid": "grid",
+    "threads_per_grid": "uint3(grid.x * HUSKY_COUNT, grid.y, grid.z)",
     "thread_index_in_threadgroup": "thread",
     "simdgroup_index_in_threadgroup": "thread / 32",
     "thread_index_in_simdgroup": "thread % 32",
@@ -155,8 +156,9 @@ def _phase(number: int, phase: Phase) -> str:
     arguments = ", ".join(
         _argument(p, pointers, shapes, phase.op) for p in phase.signature.parameters
     )
-    # A product waits by itself, once its first weights are on their way.
-    waits = "" if "MSL_INPUTS_READY" in source.header else "    chain::ready<HUSKY_COUNT>();\n"
+    # Products and attention wait by themselves, once what they need not wait for is on its way.
+    by_itself = "MSL_INPUTS_READY" in source.header + source.source
+    waits = "" if by_itself else "    chain::ready<HUSKY_COUNT>();\n"
     return (
         f"namespace phase_{number} {{  // {phase.op}\n"
         f"constexpr int HUSKY_COUNT = {phase.threads};\n"

@@ -15,7 +15,7 @@ import mlx.core as mx
 from husky_mlx.buffers import check_layout
 from husky_mlx.config import LlamaConfig
 from husky_mlx.matrix import Heads, Matrix, matrix_of
-from husky_mlx.ops.attention_decode import attention_decode_kernel
+from husky_mlx.ops.attention_decode import attention_decode_kernel, ticket_count
 from husky_mlx.ops.down_add import down_add_kernel
 from husky_mlx.ops.embed import embed_kernel
 from husky_mlx.ops.gemv import Platform
@@ -181,8 +181,14 @@ class FusedGraph:
         rows, length = tokens.shape
         for buffer in (*keys, *values):
             check_layout(buffer, self.config.num_key_value_heads, self.config.head_dim, rows)
-        x, following = embed_kernel(
-            tokens.reshape(-1), before, places[0], length, self.weights.embedding, platform
+        x, following, tickets = embed_kernel(
+            tokens.reshape(-1),
+            before,
+            places[0],
+            length,
+            self.weights.embedding,
+            ticket_count(rows * length, self.config.num_attention_heads),
+            platform,
         )
         for i, (kind, layer) in enumerate(
             zip(self.kind_of_layer, self.weights.layers, strict=True)
@@ -200,7 +206,7 @@ class FusedGraph:
                 platform,
             )
             attended = attention_decode_kernel(
-                queries, keys[i], values[i], places[kind], batched, platform
+                queries, keys[i], values[i], places[kind], batched, tickets, platform
             )
             x = o_proj_add_kernel(attended, x, layer.o_proj, platform)
             activated = rms_gate_up_swiglu_kernel(x, eps, layer.gate_up, platform)

@@ -1,8 +1,9 @@
 """The kernels' Metal sources as launches take them: header and body, small, for one platform.
 
 A file of ``metal_kernels/`` begins with ``// inputs:``, ``// outputs:`` and ``// template:`` lines
-(names in order), then ``#include "x.h"`` lines, then the body of the kernel. MLX hashes the whole
-text at every evaluation, so that comments, empty lines and what is for the other platform go.
+(names in order), perhaps ``// cuda inputs:`` and so on with more names for CUDA only, then
+``#include "x.h"`` lines, then the body of the kernel. MLX hashes the whole text at every
+evaluation, so that comments, empty lines and what is for the other platform go.
 """
 
 from __future__ import annotations
@@ -67,6 +68,9 @@ def kernel_source(op: str, *, cuda: bool = False, overlay: Path | None = None) -
         if found is None:
             raise ValueError(f"{path}: no line '// {name}: ...'")
         declared[name] = tuple(found[1].split())
+        more = re.search(rf"(?m)^// cuda {name}:(.*)$", text) if cuda else None
+        if more is not None:
+            declared[name] += tuple(more[1].split())
     lines = _for_platform(without_comments(text).splitlines(), path, cuda)
     seen: set[str] = set()
     header: list[str] = []

@@ -64,7 +64,7 @@ def _format(matrix: Matrix) -> str:
 
 
 def _splits(weights: FusedWeights, platform: Platform) -> str:
-    """From which capacity on how many threadgroups share a head's context."""
+    """From which capacity on how many threadgroups share a head's context, and who merges them."""
     heads = weights.heads
     size = weights.embedding.dtype.size
     found: list[tuple[int, int]] = []
@@ -78,8 +78,9 @@ def _splits(weights: FusedWeights, platform: Platform) -> str:
         found.append((capacity, tile.splits))
         capacity *= 2
     changes = [found[0], *(b for a, b in pairwise(found) if a[1] != b[1])]
+    merged = "" if platform.backend == "cuda" else " and attention_combine"
     parts = [
-        "whole" if splits == 1 else f"in {splits} parts and attention_combine from {rows} rows on"
+        "whole" if splits == 1 else f"in {splits} parts{merged} from {rows} rows on"
         for rows, splits in changes
     ]
     return "context " + ", ".join(parts)

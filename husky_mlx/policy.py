@@ -44,7 +44,7 @@ class _Attention:
 
     ``lane_floats``: how many query values a lane may hold, and as many weighted values. ``groups``:
     threadgroups a core to aim for; on matrix units one, which its registers fill. ``one_split``:
-    rows up to which a second launch costs more than it saves. ``split_rows``: the fewest rows worth
+    rows up to which there is one split and nothing to merge. ``split_rows``: the fewest rows worth
     a split.
     """
 

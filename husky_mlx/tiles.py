@@ -159,7 +159,7 @@ class AttentionTile:
         return 4 * self.simdgroups * room * (shape.head_dim + 2)
 
     def partials(self, shape: AttentionShape) -> int:
-        """Float32 values that the splits leave for ``attention_combine``."""
+        """Float32 values that the splits leave to be merged."""
         return shape.m * shape.heads * self.splits * (shape.head_dim + 2)
 
 

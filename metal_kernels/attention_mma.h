@@ -49,7 +49,7 @@ inline void load_share_once(const device T* first, thread RowShare<T, D, LANES>&
   for (int c = 0; c < Share::CHUNKS; c++) {
     const device T* chunk = first + c * LANES * Share::ELEMENTS;
     if constexpr (Share::ELEMENTS == 8) {
-      share.words[c] = load_once(reinterpret_cast<const device uint*>(chunk));
+      share.words[c] = load_streamed(reinterpret_cast<const device uint*>(chunk));
     } else {
       share.words[c] = *reinterpret_cast<const device typename Share::Words*>(chunk);
     }
@@ -111,8 +111,9 @@ inline void add_values(
 }
 
 // The rows [begin, end) of one head, TILES times 16 of them and then `stride` rows on; this lane's
-// vector sees the rows below `limit`. Rows past the end are never read. The next keys and values
-// are asked for as soon as their registers are free.
+// vector `query_row` sees the rows below `limit`. Rows past the end are never read. The next keys and
+// values are asked for as soon as their registers are free; rows below `settled` were there before
+// this step, and need not wait for it.
 template <typename T, int D, bool TWICE, int TILES>
 inline void attend_mma(
     const device T* keys,
@@ -121,7 +122,8 @@ inline void attend_mma(
     int end,
     int stride,
     int limit,
-    const thread RowShare<T, D, 4>& query,
+    int settled,
+    const device T* query_row,
     float scale,
     uint lane,
     thread MmaSoftmax<D>& state) {
@@ -131,10 +133,19 @@ inline void attend_mma(
   const device T* lane_values = values + lane / 4 * RowShare<T, D, 8>::ELEMENTS;
   RowShare<T, D, 4> key_rows[TILES * 2];
   RowShare<T, D, 8> value_rows[TILES * 4];
+  const bool early = begin + 16 * TILES <= settled;
+  if (!early) {
+    MSL_INPUTS_READY();
+  }
   if (begin < end) {
     load_keys<T, D, TILES>(lane_keys, begin + line, end, key_rows);
     load_values<T, D, TILES>(lane_values, begin + pair, end, value_rows);
   }
+  if (early) {
+    MSL_INPUTS_READY();
+  }
+  RowShare<T, D, 4> query;
+  load_share<T, D, 4>(query_row, lane % 4, query);
 #pragma unroll 1
   for (int first = begin; first < end; first += stride) {
     const int next = first + stride;

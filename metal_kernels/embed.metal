@@ -1,10 +1,13 @@
 // inputs: tokens before place constants
 // outputs: embedded following
 // template: T N D BITS GROUP LENGTH
+// cuda outputs: tickets
+// cuda template: TICKETS
 #include "constants.h"
 // tokens uint32 (M,), rows of the table (N, D) in constants.h.
 // before: not read; the launch waits for whoever writes it, which orders one step after another.
 // following: place, int32 (16,), moved on by LENGTH tokens: slot, live rows and positions.
+// tickets: uint32 (TICKETS,), zeros for attention_decode.
 // embedded (M, D) in T. A thread takes one word of one row.
 constexpr Parts AT = parts<T, BITS, GROUP, N, D, false>();
 constexpr int VALUES = BITS == 16 ? 1 : 32 / BITS;
@@ -14,6 +17,13 @@ if (row == 0 && at < 16) {
   const bool moves = at < 2 || (at >= 4 && at < 8);
   following[at] = place[at] + (moves ? LENGTH : 0);
 }
+#ifdef MSL_CUDA
+if (row == 0) {
+  for (int ticket = at; ticket < TICKETS; ticket += int(threads_per_grid.x)) {
+    tickets[ticket] = 0;
+  }
+}
+#endif
 if (at < D / VALUES) {
   const size_t source = size_t(tokens[row]) * (D / VALUES) + at;
   if (BITS == 16) {

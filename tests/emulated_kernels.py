@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+from gemv_reference import EMULATED_MMA
+
 from husky_mlx import chips, emulator, graphs, kernel_source, kernels
 from husky_mlx.ops.gemv import Platform
 
@@ -20,6 +22,24 @@ def fast_emulator(monkeypatch):
     kernels._kernel.cache_clear()
     yield
     kernels._kernel.cache_clear()
+
+
+def emulated_cuda(monkeypatch):
+    """Launches for CUDA run in the emulator from CUDA's text, its instructions emulated too."""
+
+    @functools.cache
+    def kernel(op, backend):
+        assert backend == "cuda"
+        source = kernel_source.kernel_source(op, cuda=True, overlay=EMULATED_MMA)
+        return emulator.metal_kernel(
+            name=op,
+            input_names=source.inputs,
+            output_names=source.outputs,
+            header=source.header,
+            source=source.numbered_source,
+        )
+
+    monkeypatch.setattr(kernels, "_kernel", kernel)
 
 
 def kernels_of(monkeypatch):

@@ -16,13 +16,18 @@ CHIPS = ["m1", "m4max", "sm_90"]
 
 
 def on(monkeypatch):
-    """``on(chip)``: from here on models get the fused step of a chip, without its self-test."""
+    """``on(chip)``: from here on models get the fused step of a chip, without its self-test.
 
-    def choose(chip):
+    ``backend="cuda"`` needs ``emulated_kernels.emulated_cuda``.
+    """
+
+    def choose(chip, backend="emulator"):
         def fused(config, weights, plan, tiles=None):
             made = fused_weights(config, weights)
             assert not isinstance(made, str), made
-            return FusedGraph(config, made, plan, Platform(chips.parse(chip)[0], "emulator"))
+            graph = FusedGraph(config, made, plan, Platform(chips.parse(chip)[0], backend))
+            graph.compiled = False  # the emulator cannot be traced
+            return graph
 
         monkeypatch.setattr(frozen, "choose_graph", fused)
 

@@ -316,6 +316,54 @@ if (d == 0) {
     )
 
 
+FENCE = "atomic_thread_fence(mem_flags::mem_device, memory_order_acq_rel);"
+
+
+def handover(dtype: mx.Dtype) -> Case:
+    """Each threadgroup writes a part, and the one that comes last sums what all have written."""
+    x = random((5, 64), dtype)
+    tickets = mx.arange(16, dtype=mx.uint32)
+    return Case(
+        "handover",
+        ["x", "tickets"],
+        ["out", "partials"],
+        f"""
+const uint part = threadgroup_position_in_grid.x;
+const uint d = thread_index_in_threadgroup;
+threadgroup uint before[1];
+partials[part * 64 + d] = 2.0f * float(x[part * 64 + d]);
+threadgroup_barrier(mem_flags::mem_device);
+if (d == 0) {{
+  device atomic_uint* ticket = reinterpret_cast<device atomic_uint*>(mutable_input(tickets));
+  {FENCE}
+  before[0] = atomic_fetch_add_explicit(ticket, 1u, memory_order_relaxed);
+  {FENCE}
+  if (before[0] == 4u) {{
+    atomic_store_explicit(ticket, 0u, memory_order_relaxed);
+  }}
+}}
+threadgroup_barrier(mem_flags::mem_threadgroup | mem_flags::mem_device);
+if (before[0] == 4u) {{
+  float sum = 0.0f;
+  for (int i = 0; i < 5; i++) {{
+    sum += partials[i * 64 + d];
+  }}
+  out[d] = T(sum);
+}}
+""",
+        {
+            "inputs": [x, tickets],
+            "template": [("T", dtype)],
+            "grid": (320, 1, 1),
+            "threadgroup": (64, 1, 1),
+            "output_shapes": [(64,), (5, 64)],
+            "output_dtypes": [dtype, mx.float32],
+        },
+        [2 * exact(x).sum(axis=0), 2 * exact(x)],
+        updated={"tickets": np.arange(16.0)},
+    )
+
+
 BODIES = {
     "swiglu": swiglu,
     "row_sum": row_sum,
@@ -323,6 +371,7 @@ BODIES = {
     "gemv_4bit": gemv_4bit,
     "attention": attention,
     "append": append,
+    "handover": handover,
 }
 
 

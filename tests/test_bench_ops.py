@@ -37,6 +37,7 @@ M1 = Platform(chips.parse("m1")[0], "emulator")
 
 fast_emulator = pytest.fixture(emulated_kernels.fast_emulator)
 plant = pytest.fixture(emulated_kernels.plant)
+emulated_cuda = pytest.fixture(emulated_kernels.emulated_cuda)
 
 
 @pytest.fixture(autouse=True)
@@ -59,10 +60,10 @@ def weights_of(config, bits=4, group_size=32):
     return weights
 
 
-def cases_of(config=FIX_A, bits=4, group_size=32, rows=1, contexts=(7,), weights=None):
+def cases_of(config=FIX_A, bits=4, group_size=32, rows=1, contexts=(7,), weights=None, platform=M1):
     weights = weights or weights_of(config, bits, group_size)
     model = build_model(dict(config), dict(weights), lazy=True)
-    return Cases(model, M1, rows, contexts)
+    return Cases(model, platform, rows, contexts)
 
 
 def case_of(op, **how):
@@ -134,6 +135,22 @@ VARIANTS = {
         1,
     ),
 }
+
+
+def test_attention_on_cuda_counts_in_the_same_tickets_again(emulated_cuda):
+    """Whole and in splits, the second launch of a chain too."""
+    cuda = Platform(chips.parse("sm_90")[0], "cuda")
+    for case in cases_of(rows=2, contexts=(40, 2100), platform=cuda).of("attention_decode"):
+        with kernels.record() as launches:
+            assert bench_ops.compare(case) < 2e-6, case.shape
+            chain(case.ours, 2)(*case.ours.state)
+        assert {launch.template["SPLIT"] for launch in launches} == {case.context > 1024}
+        assert {launch.op for launch in launches} == {"attention_decode"}
+        assert not mx.any(launches[0].inputs["tickets"])
+    with kernels.record() as launches:
+        (embed,) = cases_of(platform=cuda).of("embed")
+        assert bench_ops.compare(embed) < 2e-6
+    assert launches[0].outputs["tickets"].tolist() == [0] * 16
 
 
 @pytest.mark.parametrize("name", VARIANTS)

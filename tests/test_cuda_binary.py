@@ -52,6 +52,7 @@ def signature_of(op: str) -> tuple[cuda_source.CudaSource, kernel_signature.Sign
     source = kernel_source(op, cuda=True)
     element = {"tokens": "uint32_t", "constants": "uint32_t", "place": "int32_t"}
     element |= {"partials": "float", "best_values": "float", "best_indices": "uint32_t"}
+    element |= {"queries": "float16_t", "attended": "float16_t", "tickets": "uint32_t"}
     values = {"T": mx.float16, "OUT": mx.float16, "BITS": 4, "GROUP": 32, "K": 64, "N": 64, "D": 64}
     values |= {"ROWS": 16, "SIMDGROUPS": 2, "KSPLIT": 1, "UNROLL": 1, "HEADS": 2, "KV_HEADS": 1}
     values |= {
@@ -68,7 +69,7 @@ def signature_of(op: str) -> tuple[cuda_source.CudaSource, kernel_signature.Sign
         source.inputs,
         [ArrayType(element.get(name, "float16_t"), (1, 1, 64, 64)) for name in source.inputs],
         source.outputs,
-        ["float16_t" if name == "queries" else "float" for name in source.outputs],
+        [element.get(name, "float") for name in source.outputs],
         source.source,
         [(name, values.get(name, 1)) for name in source.template],
     )
@@ -110,17 +111,20 @@ def test_mlx_takes_our_binary(tmp_path, capfd):
     source, signature = signature_of("attention_decode")
     kernel = mx.fast.cuda_kernel(
         name="pinned",
-        input_names=["queries", "keys", "values", "place"],
-        output_names=["attended"],
+        input_names=["queries", "keys", "values", "place", "tickets"],
+        output_names=["attended", "partials"],
         header=source.header,
         source=source.source,
     )
     kernel(
-        inputs=[*[mx.zeros((1, 1, 64, 64), mx.float16)] * 3, mx.zeros((1, 1, 64, 64), mx.int32)],
+        inputs=[
+            *[mx.zeros((1, 1, 64, 64), mx.float16)] * 3,
+            *[mx.zeros((1, 1, 64, 64), dtype) for dtype in (mx.int32, mx.uint32)],
+        ],
         grid=(32, 1, 1),
         threadgroup=(32, 1, 1),
-        output_shapes=[(8,)],
-        output_dtypes=[mx.float32],
+        output_shapes=[(8,), (8,)],
+        output_dtypes=[mx.float16, mx.float32],
         verbose=True,
     )
     printed = capfd.readouterr().out.split("```\n", 1)[1].rsplit("\n```", 1)[0]

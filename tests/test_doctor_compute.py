@@ -7,8 +7,9 @@ import mlx.core as mx
 import pytest
 from doctor_findings import one
 
-from husky_mlx import doctor_compute
+from husky_mlx import chips, doctor_compute
 from husky_mlx.doctor_report import FAIL, OK
+from husky_mlx.ops.gemv import Platform
 
 fast_emulator = pytest.fixture(emulated_kernels.fast_emulator)
 kernels_of = pytest.fixture(emulated_kernels.kernels_of)
@@ -69,6 +70,12 @@ def test_whole_steps_and_prompts_are_right_and_every_kernel_runs(
     assert {"decode step", "prompts", "kernel down_add", "kernels"} <= set(found)
     assert {"kernel norm_rope_append", "decode step with norms of heads"} <= set(found)
     assert [finding for finding in found.values() if finding.state != OK] == []
+
+
+def test_on_cuda_no_kernel_merges_splits_by_itself():
+    chip = chips.parse("sm_90")[0]
+    found = {name: doctor_compute.unused(Platform(chip, name)) for name in ("metal", "cuda")}
+    assert found["cuda"] - found["metal"] == {"attention_combine"}
 
 
 def test_parity_sees_another_token():

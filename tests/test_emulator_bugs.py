@@ -7,7 +7,7 @@ import re
 import mlx.core as mx
 import numpy as np
 import pytest
-from kernel_bodies import BODIES, assert_right, exact
+from kernel_bodies import BODIES, FENCE, assert_right, exact
 from planted_bugs import assert_reported, caught, run
 
 from husky_mlx import emulator
@@ -227,6 +227,28 @@ def test_appended_row_is_read_in_the_same_launch():
         "append", "float(row[head * 32 + d])", "float(cache[(head ^ 1) * 320 + 6 * 32 + d])"
     )
     assert_reported(error, "race", "... of input 'cache' by ... no barrier orders them")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (f"{FENCE}\n  before[0]", "before[0]"),
+        (f"relaxed);\n  {FENCE}", "relaxed);"),
+        ("threadgroup_barrier(mem_flags::mem_device);", BARRIER),
+        (" | mem_flags::mem_device);", ");"),
+    ],
+    ids=["no release", "no acquire", "no barrier before", "no barrier after"],
+)
+def test_what_another_threadgroup_wrote_is_not_ordered(old, new):
+    error, case = caught("handover", old, new)
+    assert_reported(
+        error,
+        "race",
+        "read of element ... of output 'partials' by thread ... of threadgroup ... (at {}) and "
+        "write by thread ... of threadgroup ... (at {}): no barrier orders them",
+        case.line_of("sum += partials"),
+        case.line_of("partials[part * 64 + d] ="),
+    )
 
 
 # Divergence.

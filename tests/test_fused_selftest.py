@@ -11,8 +11,12 @@ import pytest
 from fixtures import FIX_A, PROMPT, QWEN3, mlx_weights, quantize_weights
 from fused_models import CHIPS, decode, difference, expected, weights_of
 
-from husky_mlx import differences, emulator, kernels, verdicts
+from husky_mlx import chips, differences, emulator, kernels, verdicts
+from husky_mlx.fused import fused_weights
+from husky_mlx.launches import launch_lines
 from husky_mlx.loading import build_model
+from husky_mlx.ops.gemv import Platform
+from husky_mlx.pack import pack
 
 fast_emulator = pytest.fixture(autouse=True)(emulated_kernels.fast_emulator)
 kernels_of = pytest.fixture(emulated_kernels.kernels_of)
@@ -92,6 +96,18 @@ def test_the_plan_shows_every_kernel(tested_on, config):
     assert model.plan.summary == "\n".join(str(model.plan).splitlines()[:2])
 
 
+def test_the_plan_says_who_merges_a_split_context():
+    model = build_model(FIX_A, weights_of(FIX_A), lazy=True)
+    frequencies = mx.array(model.args.rope.frequencies(model.args.head_dim))
+    weights, chip = fused_weights(model.args, pack(model, frequencies)), chips.parse("sm_90")[0]
+    other, own = (
+        next(line for line in launch_lines(weights, Platform(chip, backend)) if "context" in line)
+        for backend in ("metal", "cuda")
+    )
+    assert " parts and attention_combine from 2048 rows on" in other
+    assert own == other.replace(" and attention_combine", "")
+
+
 def test_the_plan_tells_layers_of_other_formats_apart(tested_on):
     tested_on("m1")
     weights = quantize_weights(mlx_weights(FIX_A), 4, 32)
@@ -110,8 +126,8 @@ def test_the_plan_tells_layers_of_other_formats_apart(tested_on):
 PLANTED = {
     "a row too far": (
         "rms_qkv_rope_append",
-        "+ place[0] +",
-        "+ place[0] + 1 +",
+        "+ slot +",
+        "+ slot + 1 +",
         "the keys of layer 0 differ by",
     ),
     "a row short": ("attention_decode", "live = place[1]", "live = place[1] - 1", "differ by"),

@@ -23,6 +23,7 @@ from husky_mlx.loading import build_model
 from husky_mlx.ops import embed
 
 on = pytest.fixture(fused_models.on)
+emulated_cuda = pytest.fixture(emulated_kernels.emulated_cuda)
 NEAR_THE_BORDER = PROMPT + PROMPT[:10]  # 50 tokens; the CPU's caches grow by 32
 fast_emulator = pytest.fixture(autouse=True)(emulated_kernels.fast_emulator)
 
@@ -175,15 +176,20 @@ def test_a_cache_goes_on_in_another_thread(on, kinds):
     assert model.plan.counts["frozen"] == 10, "the prompt's last token, eight, and one ahead twice"
 
 
-@pytest.mark.parametrize("chip", CHIPS)
-def test_five_launches_a_layer_and_few_beside_them(on, chip):
+@pytest.mark.parametrize(
+    ("chip", "backend"), [*((chip, "emulator") for chip in CHIPS), ("sm_90", "cuda")]
+)
+def test_five_launches_a_layer_and_few_beside_them(on, request, chip, backend):
+    """And one more where the context is split, which CUDA does not need."""
+    if backend == "cuda":
+        request.getfixturevalue("emulated_cuda")
     config = {**FIX_A, "num_hidden_layers": 3}
-    on(chip)
+    on(chip, backend)
     model = build_model(config, weights_of(config))
     cache = model.make_cache()
     model(mx.array([PROMPT]), cache=cache)
     token = mx.array([[5]])
-    for rows, combines in ((0, 0), (4000, 3)):
+    for rows, combines in ((0, 0), (4000, 0 if backend == "cuda" else 3)):
         for layer in cache if rows else ():
             layer.grow(rows, layer.offset)
         for call in ("logits", "greedy"):
@@ -204,6 +210,29 @@ def test_five_launches_a_layer_and_few_beside_them(on, chip):
             assert set(layers.values()) == {3}, "one of each a layer"
             assert found.pop("attention_combine", 0) == combines
             assert found.total() <= 4, dict(found)
+
+
+@pytest.mark.parametrize("bits", [4, 16])
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_step_of_cudas_kernels_with_a_split_context(on, emulated_cuda, bits, length):
+    """All layers count in the same tickets; the logits are those of the reference path."""
+    weights = weights_of(FIX_A, bits)
+    on("sm_90", "cuda")
+    model, stock = (build_model(FIX_A, dict(weights), backend=name) for name in ("husky", "mlx"))
+    cache = model.make_cache()
+    model(mx.array([NEAR_THE_BORDER]), cache=cache)
+    for layer in cache:
+        layer.grow(4000, layer.offset)
+    with kernels.record() as launches:
+        logits = model(mx.array([PROMPT[:length]]), cache=cache)
+    right = stock(mx.array([NEAR_THE_BORDER + PROMPT[:length]]))[:, -length:]
+    assert difference(logits, right) < 1e-4
+    attention = [launch for launch in launches if launch.op == "attention_decode"]
+    assert len(attention) == FIX_A["num_hidden_layers"]
+    assert all(launch.template["SPLIT"] for launch in attention)
+    tickets = launches[0].outputs["tickets"]
+    assert all(launch.inputs["tickets"] is tickets for launch in attention)
+    assert tickets.tolist() == [0] * 16
 
 
 @pytest.mark.parametrize("length", [2, 3, 4])

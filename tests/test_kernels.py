@@ -173,21 +173,24 @@ def test_cuda_kernels_are_translated_once_and_called_without_template(monkeypatc
 
         return call
 
+    def embed_on_cuda(tokens, dtype=mx.float32):
+        template = {"T": dtype, "N": 40, "D": 32, "BITS": 16, "GROUP": 32, "LENGTH": 1}
+        outputs = [((len(tokens), 32), dtype), ((16,), mx.int32), ((16,), mx.uint32)]
+        more = {"outputs": outputs, "template": {**template, "TICKETS": 16}}
+        return embed(tokens, backend="cuda", **more)
+
     monkeypatch.setattr(mx.fast, "cuda_kernel", cuda_kernel)
     kernels._kernel.cache_clear()
     for tokens in ((1,), (2,), (1, 2, 3)):
-        rows, _ = embed(tokens, backend="cuda")
+        rows, *_ = embed_on_cuda(tokens)
         assert rows.shape == (len(tokens), 32)
-    halves = {"template": {"T": mx.float16, "N": 40, "D": 32, "BITS": 16, "GROUP": 32, "LENGTH": 1}}
-    embed(backend="cuda", outputs=[((2, 32), mx.float16), ((16,), mx.int32)], **halves)
+    embed_on_cuda((3, 39), mx.float16)
     kernels._kernel.cache_clear()
 
     assert len(built) == 2 and len(calls) == 4
     assert built[0]["input_names"] == ["tokens", "before", "place", "constants"]
-    assert (
-        built[0]["output_names"] == ["embedded", "following"]
-        and built[0]["name"] != built[1]["name"]
-    )
+    assert built[0]["output_names"] == ["embedded", "following", "tickets"]
+    assert built[0]["name"] != built[1]["name"]
     # MLX hashes this at every evaluation.
     assert len(built[0]["header"] + built[0]["source"]) < 1024
     included = built[0]["header"].split('"')[1]
@@ -207,6 +210,17 @@ def test_sources_are_small_and_keep_the_files_line_numbers(sources):
     assert source.header == "inline int two() { return 2; }\ninline int one() { return 1; }\n"
     assert source.source == "z[0] = T(one());\n"
     assert source.numbered_source.splitlines()[6].strip() == "z[0] = T(one());"
+
+
+def test_cuda_may_have_more_parameters_behind_the_others(sources):
+    (sources / "op.metal").write_text(
+        "// inputs: x\n// outputs: z\n// template: T\n"
+        "// cuda inputs: tickets\n// cuda outputs: partials more\nz[0] = x[0];\n"
+    )
+    metal, cuda = kernel_source("op"), kernel_source("op", cuda=True)
+    assert (metal.inputs, metal.outputs, metal.template) == (("x",), ("z",), ("T",))
+    assert (cuda.inputs, cuda.template) == (("x", "tickets"), ("T",))
+    assert cuda.outputs == ("z", "partials", "more")
 
 
 def test_each_platform_gets_its_own_branch(sources):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import gemv_reference
 import mlx.core as mx
 import numpy as np
 import pytest
 from gemv_reference import launch
 
-from husky_mlx import chips
+from husky_mlx import chips, emulator
+from husky_mlx.kernel_source import kernel_source
+from husky_mlx.ops.attention_decode import attention_decode_kernel, ticket_count
+from husky_mlx.ops.gemv import Platform
 from husky_mlx.policy import policy
 from husky_mlx.tiles import AttentionShape, AttentionTile, CombineTile
 
@@ -31,9 +37,9 @@ def expected(queries, keys, values, live, padding):
 
 
 def error(scheme, shape, dtype, live, tile, padding=None, seed=0, spread=3.0, slot=None):
-    """Runs both kernels as needed; dead and padded rows are NaN, so that none may be looked at.
+    """Runs the kernels as needed; dead and padded rows are NaN, so that none may be looked at.
 
-    ``scheme``: lanes (any platform) or mma (CUDA's, its instructions emulated).
+    ``scheme``: lanes (Metal's text) or mma (CUDA's, its instructions emulated).
     """
     rng = np.random.default_rng(seed)
     kv_shape = (shape.m if shape.batched else 1, shape.kv_heads, shape.rows, shape.head_dim)
@@ -51,20 +57,26 @@ def error(scheme, shape, dtype, live, tile, padding=None, seed=0, spread=3.0, sl
         for row, pad in enumerate(padding or []):
             buffer[row, :, :pad] = float("nan")
     place = [live - 1 if slot is None else slot, live, *[0] * 6, *(padding or [])]
-    split = tile.splits > 1
-    out = (shape.m, shape.heads, shape.head_dim)
-    (attended,) = launch(
+    inputs = {
+        "queries": queries,
+        "keys": keys,
+        "values": values,
+        "place": mx.array(place + [0] * (16 - len(place)), mx.int32),
+    }
+    attended = (in_one_launch if scheme == "mma" else in_two_launches)(inputs, shape, tile)
+    wanted = expected(*exact, live, padding)
+    found = np.array(attended.astype(mx.float32)).astype(np.float64)
+    return np.abs(found - wanted).max() / np.abs(wanted).max()
+
+
+def attention(scheme, inputs, outputs, shape, tile):
+    return launch(
         scheme,
         "attention_decode",
+        inputs,
+        outputs,
         {
-            "queries": queries,
-            "keys": keys,
-            "values": values,
-            "place": mx.array(place + [0] * (16 - len(place)), mx.int32),
-        },
-        [((tile.partials(shape),), mx.float32) if split else (out, dtype)],
-        {
-            "T": dtype,
+            "T": inputs["queries"].dtype,
             "M": shape.m,
             "HEADS": shape.heads,
             "KV_HEADS": shape.kv_heads,
@@ -75,30 +87,53 @@ def error(scheme, shape, dtype, live, tile, padding=None, seed=0, spread=3.0, sl
         shape,
         tile,
     )
+
+
+def in_two_launches(inputs, shape, tile):
+    """As on Metal."""
+    queries = inputs["queries"]
+    result, partials = (queries.shape, queries.dtype), ((tile.partials(shape),), mx.float32)
+    split = tile.splits > 1
+    (attended,) = attention("lanes", inputs, [partials if split else result], shape, tile)
     if split:
         combine = CombineTile(tile.splits, 2)
+        template = {"T": queries.dtype, "VECTORS": shape.m * shape.heads, "D": shape.head_dim}
         (attended,) = launch(
-            scheme,
+            "lanes",
             "attention_combine",
             {"partials": attended},
-            [(out, dtype)],
-            {
-                "T": dtype,
-                "VECTORS": shape.m * shape.heads,
-                "D": shape.head_dim,
-                **combine.template(),
-            },
+            [result],
+            {**template, **combine.template()},
             shape,
             combine,
         )
-    wanted = expected(*exact, live, padding)
-    found = np.array(attended.astype(mx.float32)).astype(np.float64)
-    return np.abs(found - wanted).max() / np.abs(wanted).max()
+    return attended
+
+
+def in_one_launch(inputs, shape, tile):
+    """As on CUDA: with splits again on the same tickets, which each launch leaves zero.
+
+    The emulator runs a launch twice, its threadgroups one after another in two different orders.
+    """
+    queries = inputs["queries"]
+    split = tile.splits > 1
+    tickets = mx.zeros((ticket_count(shape.m, shape.heads),), mx.uint32)
+    # Without splits not one partial result may be written.
+    partials = (tile.partials(shape) if split else 0,), mx.float32
+    outputs = [(queries.shape, queries.dtype), partials]
+    results = []
+    for _ in range(2 if split else 1):
+        made = attention("mma", {**inputs, "tickets": tickets}, outputs, shape, tile)
+        assert not mx.any(tickets), f"tickets are left at {tickets.tolist()}"
+        results.append(made[0])
+    assert mx.array_equal(results[0], results[-1])
+    return results[-1]
 
 
 def check(shape, dtype, live, tile, padding=None, **how):
     schemes = ["lanes"]
-    if dtype != mx.float32 and shape.head_dim <= 128:
+    on_matrix_units = dtype != mx.float32 and shape.head_dim <= 128
+    if on_matrix_units or tile.splits > 1:
         schemes.append("mma")
     for scheme in schemes:
         found = error(scheme, shape, dtype, live, tile, padding, **how)
@@ -130,7 +165,9 @@ def test_every_head_dim_and_live_length(head_dim, dtype, lanes, unroll):
 
 
 @pytest.mark.parametrize("splits", [1, 3, 8])
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, mx.float16), (80, mx.float32)])
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [(64, mx.float16), (80, mx.float32), (128, mx.bfloat16)]
+)
 def test_splits_of_the_context(splits, head_dim, dtype):
     """Short contexts leave most splits without a row."""
     shape = AttentionShape(1, 6, 2, head_dim, rows=300)
@@ -156,6 +193,59 @@ def test_rows_of_one_sequence_see_what_is_before_them(m, splits, queries):
     shape = AttentionShape(m, 4, 1, 64, rows=264)
     for live in (1, 2, 31, 32, 257):
         check(shape, mx.bfloat16, live, AttentionTile(queries, 8, splits, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "queries", "simdgroups", "head_dim"),
+    # A thread merges 1, 2 or 4 elements, in one round or more; vectors that threads share.
+    [(3, 3, 1, 2, 128), (6, 2, 3, 2, 80), (8, 2, 4, 2, 64), (16, 2, 8, 1, 64), (5, 1, 5, 1, 16)],
+)
+@pytest.mark.parametrize("splits", [2, 16, 17, 40])
+def test_more_splits_than_are_read_at_once(heads, kv_heads, queries, simdgroups, head_dim, splits):
+    shape = AttentionShape(2, heads, kv_heads, head_dim, rows=400, batched=True)
+    tile = AttentionTile(queries, 8, splits, simdgroups, 1)
+    check(shape, mx.bfloat16, 333, tile, [0, 100])
+
+
+_FENCE = "atomic_thread_fence(mem_flags::mem_device, memory_order_acq_rel);\n"
+_LAST = "return before[0] == uint(splits - 1)"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("atomic_store_explicit(ticket, 0u, memory_order_relaxed);", "", "tickets are left at"),
+        (_LAST, "return before[0] == uint(splits - 2)", "race"),
+        (_LAST, "return true", "race"),
+        (_LAST, "return false", "unwritten output"),
+        (f"{_FENCE}before[0] =", "before[0] =", "race"),
+        (f"relaxed);\n{_FENCE}", "relaxed);\n", "race"),
+        ("mem_device | mem_flags::mem_threadgroup", "mem_threadgroup", "race"),
+        ("threadgroup_barrier(mem_flags::mem_device);", "", "race"),
+    ],
+)
+def test_a_merge_that_is_wrong_is_caught(monkeypatch, old, new, says):
+    """Among them a ticket that is not set back, and a threadgroup that merges before the last."""
+
+    def planted(op, **how):
+        source = kernel_source(op, **how)
+        assert source.header.count(old) == 1
+        return replace(source, header=source.header.replace(old, new))
+
+    shape = AttentionShape(1, 4, 2, 64, rows=300)
+    case = "mma", shape, mx.float16, 257, AttentionTile(2, 8, 3, 2, 1)
+    assert error(*case) <= TOLERANCE[mx.float16]
+    monkeypatch.setattr(gemv_reference, "kernel_source", planted)
+    with pytest.raises((AssertionError, emulator.EmulatorError), match=says):
+        error(*case)
+
+
+def test_cuda_refuses_attention_without_tickets():
+    queries, cache = mx.zeros((1, 2, 64)), mx.zeros((1, 2, 32, 64))
+    place = mx.zeros((16,), mx.int32)
+    platform = Platform(chips.parse("sm_90")[0], "cuda")
+    with pytest.raises(ValueError, match=r"\[attention_decode\] inputs: missing tickets"):
+        attention_decode_kernel(queries, cache, cache, place, False, None, platform)
 
 
 def test_a_slice_of_vectors_may_span_rows():

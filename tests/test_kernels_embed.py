@@ -5,8 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
+from gemv_reference import launch
 
-from husky_mlx import chips, kernels
+from husky_mlx import chips
 from husky_mlx.layout import join
 from husky_mlx.policy import policy
 from husky_mlx.tiles import EmbedShape
@@ -27,9 +28,25 @@ def exact(array):
 
 
 def run(tokens, *parts, width, bits, group, dtype):
+    """On Metal's text, and on CUDA's with the same result."""
+    embedded, following = launched("lanes", tokens, parts, width, bits, group, dtype)
+    # More tickets than threads, and fewer.
+    for tickets in (16, 300):
+        more = launched("mma", tokens, parts, width, bits, group, dtype, tickets)
+        assert mx.array_equal(more[0], embedded) and mx.array_equal(more[1], following)
+        assert more[2].tolist() == [0] * tickets
+    # Slot and live rows, then the positions, move by LENGTH; the padding stays.
+    moved = {0, 1, 4, 5, 6, 7}
+    assert following.tolist() == [10 * i + 3 * (i in moved) for i in range(16)]
+    return exact(embedded)
+
+
+def launched(scheme, tokens, parts, width, bits, group, dtype, tickets=0):
     shape = EmbedShape(len(tokens), width)
     tile = policy("embed", shape, bits, chips.parse("m1")[0])
-    embedded, following = kernels.launch(
+    on_cuda = scheme == "mma"
+    return launch(
+        scheme,
         "embed",
         {
             "tokens": mx.array(tokens, mx.uint32),
@@ -37,7 +54,11 @@ def run(tokens, *parts, width, bits, group, dtype):
             "place": mx.arange(16, dtype=mx.int32) * 10,
             "constants": join([[part] for part in parts])[0],
         },
-        [((len(tokens), width), dtype), ((16,), mx.int32)],
+        [
+            ((len(tokens), width), dtype),
+            ((16,), mx.int32),
+            *([((tickets,), mx.uint32)] if on_cuda else []),
+        ],
         {
             "T": dtype,
             "N": parts[0].shape[0],
@@ -45,16 +66,12 @@ def run(tokens, *parts, width, bits, group, dtype):
             "LENGTH": 3,
             "BITS": bits,
             "GROUP": group,
+            **({"TICKETS": tickets} if on_cuda else {}),
             **tile.template(),
         },
-        tile.grid(shape),
-        tile.threadgroup,
-        backend="emulator",
+        shape,
+        tile,
     )
-    # Slot and live rows, then the positions, move by LENGTH; the padding stays.
-    moved = {0, 1, 4, 5, 6, 7}
-    assert following.tolist() == [10 * i + 3 * (i in moved) for i in range(16)]
-    return exact(embedded)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])

@@ -14,7 +14,14 @@ from husky_mlx.errors import HuskyError, SwitchError
 from husky_mlx.loading import load
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-NAMES = ("HUSKY_EAGER", "HUSKY_KERNELS", "HUSKY_NATIVE", "HUSKY_BACKEND", "HUSKY_CHOICE")
+NAMES = (
+    "HUSKY_EAGER",
+    "HUSKY_KERNELS",
+    "HUSKY_SINGLE_LAUNCH",
+    "HUSKY_NATIVE",
+    "HUSKY_BACKEND",
+    "HUSKY_CHOICE",
+)
 ON, OFF = ("1", "true", "YES", "On", " 1 "), ("0", "False", "no", "off")
 
 
@@ -24,7 +31,9 @@ def unset(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("switch", [switches.EAGER, switches.KERNELS, switches.CHOICE])
+@pytest.mark.parametrize(
+    "switch", [switches.EAGER, switches.KERNELS, switches.SINGLE_LAUNCH, switches.CHOICE]
+)
 def test_yes_and_no_in_the_usual_words(switch, monkeypatch):
     for words, meant in ((ON, True), (OFF, False)):
         for word in words:
@@ -46,7 +55,7 @@ def test_nothing_is_the_default(value, monkeypatch):
     for name in NAMES if value is not None else ():
         monkeypatch.setenv(name, value)
     found = {switch.name: switch.read() for switch in switches.ALL}
-    assert found == dict(zip(NAMES, (False, True, "on", None, True), strict=True))
+    assert found == dict(zip(NAMES, (False, True, True, "on", None, True), strict=True))
     assert switches.problems() == switches.changed() == []
 
 

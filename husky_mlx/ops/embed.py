@@ -7,7 +7,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from husky_mlx.device import activation_dtype
-from husky_mlx.kernels import launch
+from husky_mlx.kernels import OUTLINE, ArraySpec, launch
 from husky_mlx.matrix import Matrix
 from husky_mlx.ops.gemv import Platform
 from husky_mlx.places import SIZE
@@ -27,22 +27,29 @@ def embed_kernel(
     place: mx.array,
     length: int,
     table: Matrix,
+    tickets: int,
     platform: Platform,
-) -> tuple[mx.array, mx.array]:
-    """(M,) uint32 token ids -> (M, hidden) in the table's dtype, and the place of the next step.
+) -> tuple[mx.array, mx.array, mx.array | None]:
+    """(M,) uint32 token ids -> (M, hidden) in the table's dtype, the place of the next step, and on
+    CUDA ``tickets`` zeros of uint32 for attention.
 
     ``place`` (16,) int32 moves on by ``length`` tokens. ``before`` is not read: it makes the
     launch, and all that depends on it, wait for its writer.
     """
     shape = EmbedShape(m=tokens.shape[0], width=table.columns)
     tile = policy("embed", shape, table.bits, platform.chip)
-    embedded, following = launch(
+    outputs: list[ArraySpec] = [((shape.m, shape.width), table.dtype), ((SIZE,), mx.int32)]
+    template = {**table.template, "N": table.rows, "D": shape.width, "LENGTH": length}
+    if platform.backend in ("cuda", OUTLINE):
+        outputs.append(((tickets,), mx.uint32))
+        template["TICKETS"] = tickets
+    embedded, following, *zeros = launch(
         "embed",
         {"tokens": tokens, "before": before, "place": place, "constants": table.constants},
-        [((shape.m, shape.width), table.dtype), ((SIZE,), mx.int32)],
-        {**table.template, "N": table.rows, "D": shape.width, "LENGTH": length},
+        outputs,
+        template,
         tile.grid(shape),  # type: ignore[arg-type]
         tile.threadgroup,
         platform.backend,
     )
-    return embedded, following
+    return embedded, following, zeros[0] if zeros else None

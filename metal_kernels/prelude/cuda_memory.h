@@ -21,7 +21,13 @@ template <class T> HUSKY_FUNC T* mutable_input(const T* pointer) {
   return const_cast<T*>(pointer);
 }
 
-enum memory_order { memory_order_relaxed };
+enum memory_order { memory_order_relaxed, memory_order_acq_rel };
+
+// Orders the memory accesses of this thread, and those of its threadgroup that a barrier put before
+// or puts after it, for the whole device, as far as a counter needs it: less than __threadfence().
+HUSKY_FUNC void atomic_thread_fence(mem_flags, memory_order) {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
 
 template <class T> struct atomic { T value; };
 using atomic_int = atomic<int>;

@@ -127,7 +127,8 @@ void threadgroup_barrier(mem_flags);
 void simdgroup_barrier(mem_flags);
 template <class T> HUSKY_DEVICE T* mutable_input(const HUSKY_DEVICE T*);
 
-enum memory_order { memory_order_relaxed };
+enum memory_order { memory_order_relaxed, memory_order_acq_rel };
+void atomic_thread_fence(mem_flags, memory_order);
 template <class T> struct atomic { T value; };
 using atomic_int = atomic<int>;
 using atomic_uint = atomic<uint>;

@@ -23,7 +23,9 @@ HUSKY_FUNC T* mutable_input(const T* pointer) {
   return const_cast<T*>(pointer);
 }
 
-enum memory_order { memory_order_relaxed };
+enum memory_order { memory_order_relaxed, memory_order_acq_rel };
+
+HUSKY_FUNC void atomic_thread_fence(mem_flags, memory_order) { emulator_device_fence(); }
 
 template <class T> struct atomic { T value; };
 using atomic_int = atomic<int>;

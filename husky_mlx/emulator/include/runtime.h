@@ -36,6 +36,8 @@ unsigned emulator_lane();
 // `memory`: bit 0 device memory, bit 1 threadgroup memory: what the barrier orders.
 void emulator_simdgroup_barrier(unsigned memory, EmulatorPlace place);
 void emulator_threadgroup_barrier(unsigned memory, EmulatorPlace place);
+// Orders device memory between threadgroups, with atomic updates of one word: runtime/state.h.
+void emulator_device_fence();
 
 void* emulator_threadgroup_array(unsigned index, const char* name, unsigned size,
                                  unsigned element_size);

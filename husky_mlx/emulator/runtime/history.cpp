@@ -1,5 +1,8 @@
 // Races: two accesses to a byte, one of them a write, that no barrier orders. Threads of one
 // threadgroup pass its barriers together, so counters say it all: no vector clocks are needed.
+// Between threadgroups, which run one after another here, one order is known: all pass a barrier,
+// then one thread a fence and an atomic update; in the later threadgroup one thread updates the
+// same word, then passes a fence, and then all a barrier.
 #include <stdio.h>
 
 #include "history.h"
@@ -20,10 +23,19 @@ Access this_access(bool threadgroup_memory, int64_t code, bool atomic) {
           atomic};
 }
 
-// Whether a barrier, or being the same thread, puts `earlier` before `now`.
+// Whether the threadgroup of `earlier` handed over before `now`, to a fence before a barrier that
+// the current threadgroup has passed since.
+bool handed_over(const Access& earlier, const Access& now) {
+  const Handover& released = run.released[earlier.group];
+  return released.word != nullptr && released.word == run.acquired.word &&
+         earlier.epoch < released.epoch && now.epoch > run.acquired.epoch;
+}
+
+// Whether a barrier, a handover or being the same thread puts `earlier` before `now`.
 bool ordered(const Access& earlier, const Access& now) {
   if (earlier.atomic && now.atomic) return true;
-  if (earlier.sharing == kSeveralThreadgroups || earlier.group != now.group) return false;
+  if (earlier.sharing == kSeveralThreadgroups) return false;
+  if (earlier.group != now.group) return handed_over(earlier, now);
   if (earlier.epoch != now.epoch) return true;
   if (earlier.sharing == kOneThreadgroup) return false;
   if (earlier.thread / kLanes != now.thread / kLanes) return false;
@@ -83,6 +95,11 @@ const char* verb(EmulatorAccess access) {
 void track(const Region& region, uint64_t offset, uint64_t size, EmulatorAccess access, bool atomic,
            int64_t code) {
   const Access now = this_access(region.in_threadgroup, code, atomic);
+  Thread& me = *run.current;
+  if (access == EMULATOR_UPDATE && !region.in_threadgroup) {
+    me.updated = region.data + offset;
+    if (me.fenced) run.released[run.group_number] = {me.updated, me.fence_epoch};
+  }
   for (uint64_t i = offset; i < offset + size; i++) {
     ByteHistory& byte = region.history[i];
     if (region.in_threadgroup && byte.write.group != now.group) byte.write.group = 0;

@@ -121,6 +121,13 @@ void report_unwritten(const Region& region) {
                    static_cast<unsigned long long>(first / region.element_size));
 }
 
+// threadgroups are numbered from 1
+uint64_t released_bytes(const Launch& launch) {
+  const uint64_t total =
+      1ull * launch.threadgroups[0] * launch.threadgroups[1] * launch.threadgroups[2];
+  return (total + 1) * sizeof(Handover);
+}
+
 }  // namespace
 
 bool open_buffers() {
@@ -131,6 +138,12 @@ bool open_buffers() {
     return false;
   }
   const Launch& launch = *run.launch;
+  run.released =
+      static_cast<Handover*>(reserve(released_bytes(launch), PROT_READ | PROT_WRITE));
+  if (run.released == nullptr) {
+    record_failure("memory", "no address space for what threadgroups hand over");
+    return false;
+  }
   for (unsigned i = 0; i < launch.buffer_count; i++) {
     const Buffer& buffer = launch.buffers[i];
     const bool is_output = buffer.role == Role::output;
@@ -170,6 +183,8 @@ void close_buffers() {
     region.history = nullptr;
     region.group = 0;
   }
+  if (run.released != nullptr) munmap(run.released, released_bytes(launch));
+  run.released = nullptr;
   if (arena != nullptr) munmap(arena, kSlotCount * kSlotBytes);
 }
 

@@ -106,13 +106,15 @@ void run_threadgroup(unsigned number) {
   run.group[2] = number / (launch.threadgroups[0] * launch.threadgroups[1]);
   run.group_number = number + 1;
   run.runnable_count = run.at_barrier = run.epoch[0] = run.epoch[1] = 0;
+  run.acquired = {};
   for (unsigned i = 0; i < run.thread_count / kLanes; i++) {
     Simdgroup& simdgroup = run.simdgroups[i];
     simdgroup.arrived = simdgroup.round = simdgroup.epoch[0] = simdgroup.epoch[1] = 0;
   }
   for (unsigned i = 0; i < run.thread_count; i++) {
     Thread& thread = run.threads[i];
-    thread.returned = false;
+    thread.returned = thread.fenced = false;
+    thread.updated = nullptr;
     set_attributes(thread.attributes, i);
     // Different starting offsets keep 1024 stacks out of one cache set.
     char* top = stacks + (i + 1) * kStackBytes - i % 61 * 64;
@@ -216,6 +218,13 @@ void emulator_threadgroup_barrier(unsigned memory, EmulatorPlace place) {
     for (unsigned i = 0; i < run.thread_count; i++) make_runnable(run.threads[i]);
   }
   switch_stack(&me.stack_pointer, run.scheduler_stack);
+}
+
+void emulator_device_fence() {
+  Thread& me = *run.current;
+  me.fenced = true;
+  me.fence_epoch = run.epoch[0];
+  if (me.updated != nullptr) run.acquired = {me.updated, me.fence_epoch};
 }
 
 // Returns 0, or 1 with launch->failure filled in. Not for two threads at once.

@@ -40,12 +40,22 @@ struct Launch {
   Failure failure;
 };
 
+// What orders threadgroups: accesses to device memory before the barrier that begins `epoch` of one
+// precede those of another after it, where `word` is the same. word null: nothing yet.
+struct Handover {
+  const void* word;
+  uint32_t epoch;
+};
+
 struct Thread {
   void* stack_pointer;
   EmulatorThread attributes;
   const char* operation;  // what it waits at; null while it can run
   EmulatorPlace place;
   bool returned;
+  bool fenced;
+  uint32_t fence_epoch;  // the device memory's at the latest fence
+  const void* updated;   // the word in device memory of the latest atomic update; null: none
 };
 
 struct Simdgroup {
@@ -68,6 +78,8 @@ struct Run {
   unsigned group[3];
   unsigned group_number;  // from 1
   Thread* current;
+  Handover* released;  // by group_number: what a fence and then an atomic update gave away
+  Handover acquired;   // this threadgroup's: what an atomic update and then a fence took over
   char note[200];  // the first read of unwritten memory, or empty
   int64_t note_code;
   void* scheduler_stack;

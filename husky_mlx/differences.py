@@ -15,6 +15,7 @@ from husky_mlx.config import LlamaConfig
 from husky_mlx.freeze import DecodeStep, StepGraph
 from husky_mlx.fused import FusedGraph, FusedWeights
 from husky_mlx.ops.gemv import Platform
+from husky_mlx.pace import microseconds
 from husky_mlx.pack import StepWeights
 from husky_mlx.plan import Plan
 from husky_mlx.policy import policy
@@ -78,16 +79,21 @@ class Differences:
 
     def of_single_launch(self) -> Iterator[str | None]:
         """Of a model's one-token steps as one launch, against those of several."""
+        layers = list(range(len(self._weights.layers)))
+        yield self._steps_difference(1, False, layers, START, *self.single_and_several())
+
+    def single_and_several(self) -> tuple[DecodeStep, DecodeStep]:
+        """The whole model's steps of one launch where they are of one token, and of several."""
         plan = copy.deepcopy(self._twin_graph.plan)
-        several = FusedGraph(self._config, self._weights, plan, self._platform)
-        single = FusedGraph(self._config, self._weights, plan, self._platform)
-        for each in (several, single):
-            each.kind_of_layer = [0] * len(self._weights.layers)
+        layers = list(range(len(self._weights.layers)))
+        single, several = self._fused(layers, plan), self._fused(layers, plan)
         single.single = SingleLaunch(single)
-        steps = DecodeStep(single, plan), DecodeStep(several, plan)
-        yield self._steps_difference(
-            1, False, list(range(len(self._weights.layers))), START, *steps
-        )
+        return DecodeStep(single, plan), DecodeStep(several, plan)
+
+    def pace(self, step: DecodeStep) -> float:
+        """Microseconds of a one-token step of the whole model at the start of a context."""
+        caches = self._caches(1, False, START, len(self._weights.layers))
+        return microseconds(step, caches, self._tokens(1)[None])
 
     def _one_of_each_format(self) -> list[int]:
         formats = [layer_format(layer) for layer in self._weights.layers]

@@ -30,6 +30,7 @@ from husky_mlx.native.cores import available_cores
 MOST_WORKERS = 8
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """As many as compute at the same time: xdist's own count is of the machine, not of a container
     on it, and leaves out the second thread of a core."""

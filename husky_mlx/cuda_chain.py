@@ -170,17 +170,17 @@ def _phase(number: int, phase: Phase) -> str:
         f'#line 1 "{phase.op}"\n{without_address_spaces(body)}\n'
         f'static_assert({end} <= HUSKY_ARENA, "a phase needs more shared memory");\n}}\n'
         f"""
-HUSKY_FUNC void run(const chain::Arrays& arrays) {{
-  const int part = chain::thread_of_block() / HUSKY_COUNT;
+__device__ __noinline__ void run(const chain::Arrays& arrays) {{
+  const int part = threadIdx.x / HUSKY_COUNT;
   if (part >= PARTS) {{
     return;
   }}
+  const uint thread = threadIdx.x % HUSKY_COUNT;
   const uint3 grid(arrays.record[1], arrays.record[2], arrays.record[3]);
   const uint tiles = grid.x * grid.y * grid.z;
 #pragma unroll 1
   for (uint tile = part * gridDim.x + blockIdx.x; tile < tiles; tile += PARTS * gridDim.x) {{
-{waits}    const uint thread = chain::thread_of_block() % HUSKY_COUNT;
-    const uint3 position(tile % grid.x, tile / grid.x % grid.y, tile / (grid.x * grid.y));
+{waits}    const uint3 position(tile % grid.x, tile / grid.x % grid.y, tile / (grid.x * grid.y));
     body{f"<{values}>" if values else ""}({arguments}, arrays.arena + part * HUSKY_ARENA);
     chain::part_barrier<HUSKY_COUNT>();
   }}

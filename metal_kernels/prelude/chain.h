@@ -35,13 +35,6 @@ template <int COUNT> HUSKY_FUNC constexpr int parts_of() {
   return THREADS / COUNT < MOST_PARTS ? THREADS / COUNT : MOST_PARTS;
 }
 
-// threadIdx.x, read anew: what a phase computes of it does not stay in registers over the others.
-HUSKY_FUNC uint thread_of_block() {
-  uint thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
 // The barrier of the COUNT threads of a part.
 template <int COUNT> HUSKY_FUNC void part_barrier() {
   if constexpr (COUNT == THREADS) {
@@ -123,10 +116,8 @@ struct Arrays {
 
   template <class T> HUSKY_FUNC T* at(int index) const {
     const int found = record[POINTERS + index];
-    T* pointer = found >= 0 ? reinterpret_cast<T*>(const_cast<void*>(pointers[found]))
-                            : reinterpret_cast<T*>(scratch + size_t(~found) * 256);
-    __builtin_assume(__isGlobal(pointer));
-    return pointer;
+    return found >= 0 ? reinterpret_cast<T*>(const_cast<void*>(pointers[found]))
+                      : reinterpret_cast<T*>(scratch + size_t(~found) * 256);
   }
   HUSKY_FUNC const int* shape(int index) const {
     return record + SHAPES + index * SHAPE_SIZE;

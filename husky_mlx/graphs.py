@@ -82,10 +82,11 @@ def choose_graph(
 
 def _add_single_launch(graph: FusedGraph, plan: Plan, self_test: SelfTest) -> None:
     """Let one-token steps be one launch, where that is wanted, right and faster."""
-    if not single_launch(graph.platform.chip, graph.dtype.size, 1):
+    wanted = switches.SINGLE_LAUNCH.read()
+    if not (wanted and single_launch(graph.platform.chip, graph.dtype.size, 1)):
         return
-    if not switches.SINGLE_LAUNCH.read():
-        plan.kernels += " (HUSKY_SINGLE_LAUNCH is off)"
-    elif self_test.single_launch_wins():
+    if self_test.single_launch_wins():
         graph.single = SingleLaunch(graph)
         plan.kernels += ", those of one token in one launch"
+    else:
+        plan.kernels += ", several launches a token, which are faster here or right"

@@ -42,7 +42,7 @@ class Switch(Generic[Value]):
 
 EAGER = Switch("HUSKY_EAGER", _TRUTH, False)
 KERNELS = Switch("HUSKY_KERNELS", _TRUTH, True)
-SINGLE_LAUNCH = Switch("HUSKY_SINGLE_LAUNCH", _TRUTH, True)
+SINGLE_LAUNCH = Switch("HUSKY_SINGLE_LAUNCH", _TRUTH, False)
 NATIVE = Switch(
     "HUSKY_NATIVE",
     {**dict.fromkeys(_NO, "off"), **dict.fromkeys(_YES, "on"), "exact": "exact"},

@@ -55,7 +55,7 @@ def test_nothing_is_the_default(value, monkeypatch):
     for name in NAMES if value is not None else ():
         monkeypatch.setenv(name, value)
     found = {switch.name: switch.read() for switch in switches.ALL}
-    assert found == dict(zip(NAMES, (False, True, True, "on", None, True), strict=True))
+    assert found == dict(zip(NAMES, (False, True, False, "on", None, True), strict=True))
     assert switches.problems() == switches.changed() == []
 
 

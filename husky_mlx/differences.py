@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -69,7 +70,8 @@ class Differences:
             for layer in self._one_of_each_format():
                 yield self._prompt_difference([layer], threshold)
         if len(self._weights.layers) > 1:
-            yield self._prompt_difference([0, 1], 1, padded_to=STEPS)
+            for start in (START, 0):
+                yield self._prompt_difference([0, 1], 1, padded_to=STEPS, start=start)
 
     def of_short_prompts(self, lengths: Sequence[int]) -> Iterator[str | None]:
         """Of prompts in steps of ``lengths`` rows, some of them padding."""
@@ -165,9 +167,13 @@ class Differences:
         return problem
 
     def _prompt_difference(
-        self, layers: list[int], threshold: int | None, padded_to: int | None = None
+        self,
+        layers: list[int],
+        threshold: int | None,
+        padded_to: int | None = None,
+        start: int = START,
     ) -> str | None:
-        """The same for a prompt that goes on after a few rows, against the twin's steps."""
+        """The same for a prompt after ``start`` rows, against the twin's steps."""
         plan = copy.deepcopy(self._twin_graph.plan)
         weights = self._only(layers)
         products = Products(self._config, self._platform, *weights, lambda rows, bits: threshold)
@@ -175,6 +181,8 @@ class Differences:
         prefill = Prefill(self._config, products, plan, frozen_rows=frozen)
         twin = self._twin(layers, plan)
         caches = [self._caches(1, False, START, len(layers)) for _ in range(2)]
+        for cache in itertools.chain(*caches):
+            cache.trim(START - start)
         tokens = self._tokens(STEPS)[None]
         first = prefill.logits(tokens[:, : STEPS // 2], caches[0])
         last, picked = prefill.greedy(tokens[:, STEPS // 2 :], caches[0])[::-1]
@@ -183,7 +191,8 @@ class Differences:
         )
         best = mx.take_along_axis(last, picked[..., None], axis=-1) == last.max(-1, keepdims=True)
         rows = mx.concatenate([expected[:, : STEPS // 2], expected[:, -1:]], axis=1)
-        problem = self._compare(layers, caches, START, mx.concatenate([first, last], axis=1), rows)
+        found = mx.concatenate([first, last], axis=1)
+        problem = self._compare(layers, caches, start, found, rows)
         if problem is None and not best.item():
             problem = _WRONG_TOKEN
         return problem

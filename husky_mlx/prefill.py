@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -40,15 +40,22 @@ class Prefill:
         frozen_rows: Sequence[int] = (),
     ):
         """``short`` takes the prompts that it can. ``frozen_rows``: numbers of rows to which
-        shorter pieces are padded, for which what lies between two attentions is traced once."""
-        self._config = config
+        shorter pieces are padded, for which what lies between two attentions is traced once, and
+        at the start of a sequence a layer with its attention."""
+        self._scale = config.attention_scale
         self._products = products
         self._plan = plan
         self._short = short
         self._frozen_rows = sorted(frozen_rows)
-        stages = [functools.partial(products.between, i) for i in range(len(self._layers) - 1)]
         compiled = products.platform.backend != "emulator"  # which cannot be traced
-        self._frozen = [Compiled(stage) if compiled else stage for stage in stages]
+
+        # Of nothing that leads back here: see ``freeze.DecodeStep``.
+        def stages(function: Callable, *given: Any) -> list[Callable]:
+            made = [functools.partial(function, *given, i) for i in range(len(self._layers) - 1)]
+            return [Compiled(stage) if compiled else stage for stage in made]
+
+        self._between = stages(products.between)
+        self._from_nothing = stages(_layer_from_nothing, products, config.attention_scale)
 
     def logits(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """(1, L) token ids -> logits (1, L, vocabulary); each cache gains L rows."""
@@ -88,17 +95,21 @@ class Prefill:
         for i in range(len(self._layers)):
             keys, values = caches[i].buffers()
             check_layout(keys, heads.kv_heads, heads.head_dim, sequences=1)
+            final = i == len(self._layers) - 1
+            if frozen and start == 0 and not final:
+                x, qkv = self._from_nothing[i](x, qkv, keys, values, place)
+                waiting.add(x, products.layer_bytes(i, rows))
+                continue
             queries = products.rope_append(i, qkv, keys, values, place)
             end = start + rows
-            final = i == len(self._layers) - 1
             if final:
                 # What padding would become nobody reads, of a prompt's last token only its own row.
                 end = start + length
                 first = length - 1 if last else 0
                 queries, x = queries[:, :, first:length], x[first:length]
-            attended = self._attend(queries, keys[:, :, :end], values[:, :, :end])
+            attended = _attend(queries, keys[:, :, :end], values[:, :, :end], self._scale)
             if frozen and not final:
-                x, qkv = self._frozen[i](x, attended)
+                x, qkv = self._between[i](x, attended)
                 waiting.add(x, products.layer_bytes(i, rows))
                 continue
             x = products.after_attention(i, x, attended, waiting.add)
@@ -117,16 +128,30 @@ class Prefill:
                 return rows, True
         return length, False
 
-    def _attend(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        """(1, heads, L, head_dim), the last L positions of the keys -> (L, heads * head_dim)."""
-        attended = mx.fast.scaled_dot_product_attention(
-            queries,
-            keys,
-            values,
-            scale=self._config.attention_scale,
-            mask="causal" if queries.shape[2] > 1 else None,
-        )
-        return attended.swapaxes(1, 2).reshape(queries.shape[2], -1)
+
+def _layer_from_nothing(
+    products: Products,
+    scale: float,
+    i: int,
+    x: mx.array,
+    qkv: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    place: mx.array,
+) -> tuple[mx.array, mx.array]:
+    """``Products.between`` with the attention before it, of a sequence's first rows."""
+    rows = x.shape[0]
+    queries = products.rope_append(i, qkv, keys, values, place)
+    attended = _attend(queries, keys[:, :, :rows], values[:, :, :rows], scale)
+    return products.between(i, x, attended)
+
+
+def _attend(queries: mx.array, keys: mx.array, values: mx.array, scale: float) -> mx.array:
+    """(1, heads, L, head_dim), the last L positions of the keys -> (L, heads * head_dim)."""
+    attended = mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=scale, mask="causal" if queries.shape[2] > 1 else None
+    )
+    return attended.swapaxes(1, 2).reshape(queries.shape[2], -1)
 
 
 class _Waiting:

@@ -1,6 +1,7 @@
-"""Steps of one launch on a GPU against the same steps as several: the tokens, bit for bit.
+"""Steps of one launch on a GPU against the same steps as several.
 
-The kernels of both are cut alike here, so that they add up in one order.
+The kernels of both add up in one order here, but they are compiled apart: tokens are equal unless
+two logits are as good as equal.
 """
 
 from __future__ import annotations
@@ -39,9 +40,14 @@ CONFIG = {
 }
 
 
+# Of the largest logit: what bfloat16 tells apart, four times.
+TIE = 4 * 2**-8
+
+
 @pytest.fixture(autouse=True)
 def one_launch(monkeypatch):
     """Whether it is faster here or not."""
+    monkeypatch.setenv("HUSKY_SINGLE_LAUNCH", "1")
     monkeypatch.setattr(SelfTest, "_slower_in_one_launch", lambda self: None)
 
 
@@ -78,6 +84,20 @@ def several(monkeypatch):
     monkeypatch.setattr(Turns, "take", lambda self: None)
 
 
+def assert_right(model, prompt, tokens):
+    """``tokens`` are those of several launches, but for ties: after each of them the next has a
+    logit within rounding of the largest."""
+    cache = model.make_cache()
+    logits = [model(mx.array([prompt]), cache=cache)[:, -1]]
+    for token in tokens[:-1]:
+        logits.append(model(mx.array([[token]]), cache=cache)[:, -1])
+    found = mx.concatenate(logits).astype(mx.float32)
+    taken = mx.take_along_axis(found, mx.array(tokens)[:, None], axis=-1)[:, 0]
+    missing = found.max(-1) - taken
+    assert missing.max() <= TIE * mx.abs(found).max(), int(mx.argmax(missing).item())
+    assert mx.mean(missing == 0) > 0.98
+
+
 @pytest.mark.parametrize(
     ("bits", "dtype"),
     [(4, mx.bfloat16), (4, mx.float16), (8, mx.bfloat16), (16, mx.bfloat16), (16, mx.float16)],
@@ -91,11 +111,13 @@ def test_the_tokens_of_2048_steps_are_those_of_several_launches(bits, dtype, mon
     with monkeypatch.context() as counted:
         real = Turns.take
         counted.setattr(Turns, "take", lambda self: taken.append(real(self)) or taken[-1])
-        one = [tokens_of(model, prompt, 256) for prompt in PROMPTS]
+        found = [tokens_of(model, prompt, 256) for prompt in PROMPTS]
+        assert found == [tokens_of(model, prompt, 256) for prompt in PROMPTS]
     assert "in one launch" in str(model.plan)
-    assert len(taken) >= 8 * 255 and all(turn is not None for turn in taken)
+    assert len(taken) >= 2 * 8 * 255 and all(turn is not None for turn in taken)
     several(monkeypatch)
-    assert one == [tokens_of(model, prompt, 256) for prompt in PROMPTS]
+    for prompt, tokens in zip(PROMPTS, found, strict=True):
+        assert_right(model, prompt, tokens)
 
 
 def test_with_its_own_tiles_the_logits_differ_by_rounding_only(monkeypatch):
@@ -115,17 +137,14 @@ def test_with_its_own_tiles_the_logits_differ_by_rounding_only(monkeypatch):
 
 
 def test_a_draft_and_its_target_take_turns(monkeypatch):
-    target, draft = model_of(4, mx.float16), model_of(4, mx.float16, seed=1)
-    prompt = mx.array(PROMPTS[3])
-
-    def speculated():
-        steps = speculative_generate_step(prompt, target, draft, num_draft_tokens=3, max_tokens=60)
-        return [int(token) for token, *_ in steps]
-
     monkeypatch.setattr(attention_decode, "chained_attention", own_attention)
-    one = speculated()
+    target, draft = model_of(4, mx.float16), model_of(4, mx.float16, seed=1)
+    steps = speculative_generate_step(
+        mx.array(PROMPTS[3]), target, draft, num_draft_tokens=3, max_tokens=60
+    )
+    tokens = [int(token) for token, *_ in steps]
     several(monkeypatch)
-    assert one == speculated()
+    assert_right(target, PROMPTS[3], tokens)
 
 
 def test_two_threads_generate_at_once(monkeypatch):
@@ -146,7 +165,8 @@ def test_two_threads_generate_at_once(monkeypatch):
         thread.join()
     several(monkeypatch)
     for number, model in enumerate(models):
-        assert found[number] == [tokens_of(model, prompt, 300) for prompt in PROMPTS[2:5]]
+        for prompt, tokens in zip(PROMPTS[2:5], found[number], strict=True):
+            assert_right(model, prompt, tokens)
 
 
 def test_two_models_of_a_thread_are_evaluated_at_once():

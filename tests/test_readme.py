@@ -88,6 +88,10 @@ RUNS = {
     "--engines mlx-lm-bf16,mlx-lm,husky": Run(
         "decode, tok/s", "-p 2 -g 2 -n 1 --engines husky", SMALLER
     ),
+    "husky bench --shape llama-3.2-1b -p 128,1024 -g 16 -n 5 "
+    "--engines mlx-lm-bf16,mlx-lm,husky": Run(
+        "decode, tok/s", "-p 2 -g 2 -n 1 --engines husky", SMALLER
+    ),
     "husky bench --shape llama-3.1-8b --bits 8 -p 1024 -g 16 -n 3 "
     "--engines mlx-lm-bf16,mlx-lm,husky": Run(
         "decode, tok/s", "-p 2 -g 2 -n 1 --engines husky", SMALLER

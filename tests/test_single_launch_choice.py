@@ -15,8 +15,8 @@ CONFIG = SimpleNamespace(rms_norm_eps=1e-5)
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """``machine(problem, single, several)``: a self-test of a machine where steps of one launch have
-    that problem, and those microseconds a step in each of the runs."""
+    """``machine(problem, single, several)``: a self-test where steps of one launch have that
+    problem, and those microseconds a step in each of the runs."""
     monkeypatch.setenv("HUSKY_CACHE_DIR", str(tmp_path))
     asked = []
 

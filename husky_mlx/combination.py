@@ -17,6 +17,7 @@ _TESTED_MODULES = (
     *("policy", "tiles", "layout", "pack", "matrix", "places", "fused"),
     *("prefill", "products", "short_prompt"),
     *("kernels", "kernel_source", "cuda_source", "cuda_binary"),
+    *("chain", "cuda_chain", "single_launch", "turns", "pace"),
 )
 
 

@@ -23,9 +23,10 @@ from husky_mlx.metal_text import (
 from husky_mlx.paths import cache_dir, write_whole
 
 BLOCK_THREADS = 512
-# What the phases' arrays in threadgroup memory share. With the records it stays below what every
-# GPU from compute capability 8.0 on gives a block.
+# What the phases' arrays in threadgroup memory share, and the most that a block of any GPU from
+# compute capability 8.0 on may have with the records.
 ARENA_BYTES = 64 * 1024
+MOST_SHARED = 99 * 1024
 
 _ATTRIBUTES = {
     "threadgroup_position_in_grid": "position",
@@ -65,6 +66,8 @@ def translate_chain(made: Chain, signature: Signature) -> ChainSource:
     records = 4 * RECORD * len(made.records)
     pointers = 8 * (len(made.inputs) + len(made.outputs))
     tables = -(-(records + pointers) // 16) * 16
+    if tables + ARENA_BYTES > MOST_SHARED:
+        raise ChainError(f"{len(made.records)} launches do not fit a block's memory")
     return ChainSource(CudaSource(f'#include "{file}"\n', call, file), tables + ARENA_BYTES)
 
 

@@ -16,6 +16,7 @@ from husky_mlx.config import LlamaConfig
 from husky_mlx.freeze import DecodeStep, StepGraph
 from husky_mlx.fused import FusedGraph, FusedWeights
 from husky_mlx.ops.gemv import Platform
+from husky_mlx.pace import ROWS as PACE_ROWS
 from husky_mlx.pace import microseconds
 from husky_mlx.pack import StepWeights
 from husky_mlx.plan import Plan
@@ -80,9 +81,13 @@ class Differences:
                 yield self._short_difference([layer], length)
 
     def of_single_launch(self) -> Iterator[str | None]:
-        """Of a model's one-token steps as one launch, against those of several."""
+        """Of a model's one-token steps as one launch, against those of several: at the start of a
+        context, and where it is split."""
         layers = list(range(len(self._weights.layers)))
-        yield self._steps_difference(1, False, layers, START, *self.single_and_several())
+        for start in (START, self._start_of_splits(1, False)):
+            if start is not None:
+                steps = self.single_and_several()
+                yield self._steps_difference(1, False, layers, start, *steps)
 
     def single_and_several(self) -> tuple[DecodeStep, DecodeStep]:
         """The whole model's steps of one launch where they are of one token, and of several."""
@@ -94,7 +99,7 @@ class Differences:
 
     def pace(self, step: DecodeStep) -> float:
         """Microseconds of a one-token step of the whole model at the start of a context."""
-        caches = self._caches(1, False, START, len(self._weights.layers))
+        caches = self._caches(1, False, START, len(self._weights.layers), room=PACE_ROWS)
         return microseconds(step, caches, self._tokens(1)[None])
 
     def _one_of_each_format(self) -> list[int]:
@@ -110,6 +115,12 @@ class Differences:
         if (rows, batched) == (1, False):
             others = [i for i in range(len(self._weights.layers)) if i not in one_of_each]
             yield sorted(one_of_each[:CHAIN] + others[: max(CHAIN - len(one_of_each), 0)]), START
+        start = self._start_of_splits(rows, batched)
+        if start is not None:
+            yield one_of_each[:1], start
+
+    def _start_of_splits(self, rows: int, batched: bool) -> int | None:
+        """Rows that are there before steps in the smallest cache whose context is split."""
         heads = self._weights.heads
         shape = AttentionShape(
             rows,
@@ -124,9 +135,9 @@ class Differences:
         while capacity <= LONGEST:
             split = replace(shape, rows=capacity)
             if policy("attention_decode", split, 16, self._platform.chip).splits > 1:
-                yield one_of_each[:1], capacity - STEPS * rows
-                return
+                return capacity - STEPS * rows
             capacity *= 2
+        return None
 
     def _difference(self, rows: int, batched: bool, layers: list[int], start: int) -> str | None:
         """What the steps differ in by more than the tolerance."""
@@ -266,10 +277,12 @@ class Differences:
             replace(fused, layers=[fused.layers[i] for i in layers]),
         )
 
-    def _caches(self, rows: int, batched: bool, start: int, layers: int) -> list[Any]:
-        """A cache a layer with ``start`` random rows and room for the steps, equal every time."""
+    def _caches(
+        self, rows: int, batched: bool, start: int, layers: int, room: int | None = None
+    ) -> list[Any]:
+        """A cache a layer with ``start`` random rows and ``room`` for steps, equal every time."""
         heads, dtype = self._weights.heads, self._weights.embedding.dtype
-        capacity = start + STEPS * (1 if batched else rows)
+        capacity = start + (STEPS * (1 if batched else rows) if room is None else room)
         shape = (rows if batched else 1, heads.kv_heads, capacity, heads.head_dim)
         caches: list[Any] = []
         for layer in range(layers):

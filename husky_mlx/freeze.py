@@ -7,12 +7,14 @@ them builds a new step.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from husky_mlx.cache import BatchKVCache, KVCache, check_layout
+from husky_mlx.chain import ChainError
 from husky_mlx.compiled import Compiled
 from husky_mlx.config import LlamaConfig
 from husky_mlx.fused import FusedGraph
@@ -145,15 +147,32 @@ class DecodeStep:
         keys, values = zip(*(cache.buffers() for cache in caches), strict=True)
         before = self._nothing if before is None else before
         arguments = (*inputs, list(keys), list(values), before)
-        turn = TURNS.take() if step in self._single and inputs[0].size == 1 else None
-        if turn is None:
-            *results, ordering = step(*arguments)
-        else:
-            *results, ordering, after = self._single[step](*arguments, turn)
-            TURNS.leave(after)
+        tokens, _, batched = inputs
+        made = None if batched or tokens.size > 1 else self._one_launch(step, arguments)
+        *results, ordering = step(*arguments) if made is None else made
         for cache in caches:
             cache.ordering = ordering
         return tuple(results)
+
+    def _one_launch(self, step: Callable, arguments: tuple) -> tuple[mx.array, ...] | None:
+        """What ``step`` returns, by one launch; None where it must be several."""
+        single = self._single.get(step)
+        turn = None if single is None else TURNS.take()
+        if single is None or turn is None:
+            return None
+        after = None
+        try:
+            *results, after = single(*arguments, turn)
+            # Nobody may take over from a launch that is still to be made.
+            mx.async_eval(after)
+            return tuple(results)
+        except (ChainError, OSError) as error:
+            self._single = {}
+            self._plan.notes += [f"steps of one launch are off: {error}"]
+            warnings.warn(self._plan.notes[-1], stacklevel=2)
+            return None
+        finally:
+            TURNS.leave(after)
 
 
 def _as_it_is(function: Callable) -> Callable:

@@ -13,7 +13,7 @@ from husky_mlx.launches import launch_lines
 from husky_mlx.ops.gemv import Platform, TileKey
 from husky_mlx.pack import StepWeights
 from husky_mlx.plan import Plan
-from husky_mlx.policy import dequantize_from, frozen_rows, short_prompts, single_launch
+from husky_mlx.policy import chains_steps, dequantize_from, frozen_rows, short_prompts
 from husky_mlx.prefill import Prefill
 from husky_mlx.products import Products
 from husky_mlx.selftest import SelfTest
@@ -83,10 +83,10 @@ def choose_graph(
 def _add_single_launch(graph: FusedGraph, plan: Plan, self_test: SelfTest) -> None:
     """Let one-token steps be one launch, where that is wanted, right and faster."""
     wanted = switches.SINGLE_LAUNCH.read()
-    if not (wanted and single_launch(graph.platform.chip, graph.dtype.size, 1)):
+    if not (wanted and chains_steps(graph.platform.chip, graph.dtype.size)):
         return
     if self_test.single_launch_wins():
         graph.single = SingleLaunch(graph)
         plan.kernels += ", those of one token in one launch"
     else:
-        plan.kernels += ", several launches a token, which are faster here or right"
+        plan.kernels += ", several launches a token (one is not faster here)"

@@ -1,4 +1,4 @@
-"""The greedy token loop: one step encoded ahead of the one whose token is read, after the first."""
+"""The greedy token loop: one step encoded ahead of the one whose token is read."""
 
 from __future__ import annotations
 
@@ -62,30 +62,16 @@ def greedy_tokens(
             report(done, total)
         token, logits = advance(prompt[done:][None])
         mx.async_eval(token, logits)
-
-    def ahead(token: mx.array) -> tuple[mx.array, mx.array] | None:
-        following = advance(token) if model.has_room(prompt_cache) else None
-        if following is not None:
-            mx.async_eval(*following)
-        return following
-
     count = 0
     while count != max_tokens:
-        first, following = count == 0, None
         with mx.stream(stream):
-            if first:
+            following = advance(token) if model.has_room(prompt_cache) else None
+            if following is not None:
+                mx.async_eval(*following)
+            if count == 0:
                 mx.eval(token)
                 report(total, total)
-            else:
-                following = ahead(token)
-        try:
-            yield int(token.item()), logits  # type: ignore[arg-type]
-        finally:
-            # The first token does not wait for the next step to be handed over; nor is that left
-            # out when nobody asks for more, for the cache holds what was yielded.
-            if first:
-                with mx.stream(stream):
-                    following = ahead(token)
+        yield int(token.item()), logits  # type: ignore[arg-type]
         count += 1
         if following is None:
             return

@@ -21,6 +21,7 @@ from husky_mlx.kernel_source import KernelSource, kernel_source, metal_prelude
 BACKENDS = ("metal", "cuda", "emulator")
 # Launches for CUDA that are only recorded: their outputs are placeholders.
 OUTLINE = "outline"
+TAKE_CUDA_TEXT = ("cuda", OUTLINE)
 Grid = tuple[int, int, int]
 ArraySpec = tuple[Sequence[int], mx.Dtype]
 
@@ -64,8 +65,8 @@ def launch(
 
     ``inputs`` and ``template`` have a value for each name that ``metal_kernels/<op>.metal``
     declares, ``outputs`` a (shape, dtype) each. ``grid`` counts threads and is a multiple of
-    ``threadgroup``. ``backend`` is one of BACKENDS, by default that of MLX's default device.
-    Inputs that the kernel writes in place are changed on every backend. Raises ValueError for
+    ``threadgroup``. ``backend`` is one of BACKENDS or OUTLINE, by default that of MLX's default
+    device. Inputs that the kernel writes in place are changed on every backend. Raises ValueError for
     names, numbers of outputs or grids that do not fit, and for a kernel that does not exist.
     """
     return Prepared(op, inputs, outputs, template, grid, threadgroup, backend)()
@@ -85,7 +86,7 @@ class Prepared:
         backend: str | None = None,
     ):
         backend = default_backend() if backend is None else backend
-        source = kernel_source(op, cuda=backend in ("cuda", OUTLINE))
+        source = kernel_source(op, cuda=backend in TAKE_CUDA_TEXT)
         _check_names(op, "inputs", source.inputs, inputs)
         _check_names(op, "template", source.template, template)
         if len(outputs) != len(source.outputs):

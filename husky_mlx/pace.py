@@ -11,12 +11,13 @@ import mlx.core as mx
 from husky_mlx.freeze import DecodeStep
 
 WARM, STEPS = 4, 24
+ROWS = WARM + STEPS  # that a cache gains
 
 
 def microseconds(step: DecodeStep, caches: Sequence[Any], token: mx.array) -> float:
     """Of a step after ``token`` (1, 1), one encoded ahead of the one that is waited for.
 
-    The caches gain ``WARM + STEPS`` rows.
+    The caches gain ``ROWS`` rows.
     """
     started = 0.0
     ahead, _ = step.greedy(token, caches)

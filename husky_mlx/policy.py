@@ -68,8 +68,8 @@ _METAL_GEMV = {4: GemvTile(4, 2, 1, 1), 8: GemvTile(4, 2, 1, 1), 16: GemvTile(4,
 _METAL_WIDE_GEMV = {4: GemvTile(4, 4, 1, 2), 8: GemvTile(4, 4, 1, 2), 16: GemvTile(4, 4, 1, 2)}
 
 # (target, generation, large) -> tiles. Every figure is predicted, on 2026-11-30, from the number of
-# cores, their registers and MLX's own choices; measured ones are in ``_mma_tile``. The generations
-# of a target that are missing take those of the next older one.
+# cores, their registers and MLX's own choices; measured ones are in ``_mma_tile`` and
+# ``_integer_tile``. The generations of a target that are missing take those of the next older one.
 _TABLE: dict[tuple[str, int, bool], _Tuning] = {
     ("metal", 13, False): _Tuning(_METAL_GEMV, _Attention(4, 2, 32, 2, 1024, 256)),
     ("metal", 13, True): _Tuning(_METAL_GEMV, _Attention(8, 2, 32, 2, 512, 256)),
@@ -233,9 +233,12 @@ def chained_attention(shape: AttentionShape, chip: Chip) -> AttentionTile:
     return replace(tile, unroll=max(tile.unroll // 2, 1))
 
 
-def single_launch(chip: Chip, itemsize: int, rows: int) -> bool:
-    """Whether a step of ``rows`` rows is one launch; ``itemsize`` of an activation in bytes."""
-    return chip.target == "cuda" and itemsize == 2 and rows == 1
+def chains_steps(chip: Chip, itemsize: int) -> bool:
+    """Whether one-token steps can be one launch; ``itemsize`` of an activation in bytes.
+
+    All its threadgroups must run at once, one on each multiprocessor: their number must be known.
+    """
+    return chip.target == "cuda" and itemsize == 2 and not chip.stand_in
 
 
 def tuning_name(chip: Chip) -> str:
@@ -307,7 +310,8 @@ def _integer_tile(shape: GemvShape, bits: int) -> GemvTile:
     chunks, remainder = divmod(shape.k, 512 // bits)
     deep = shape.k >= 8192 and bits == 4 and not few
     splits = (split for split in ((16,) if deep else ()) + (8, 4, 2) if not chunks % split)
-    k_split = 4 if remainder else next(splits, min(chunks, 4))
+    # Four share what does not divide among them, unless there is less than a chunk for each.
+    k_split = 4 if remainder else next(splits, 4 if chunks > 2 else chunks)
     most = 4 if (deep or shape.n > 8192) and not few else 2
     unroll = next(
         unroll for unroll in (4, 2, 1) if unroll <= most and not chunks // k_split % unroll

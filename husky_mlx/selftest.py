@@ -8,6 +8,7 @@ sources and model shapes, a few steps run both ways, and the verdict is remember
 from __future__ import annotations
 
 import functools
+import platform as machine
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 
@@ -76,7 +77,7 @@ class SelfTest:
         find = self._differences.of_single_launch
         if self._verdict("single launch", off, lambda: _first(find())) is not None:
             return False
-        found_on = self._combination("the pace of a single launch")
+        found_on = self._combination(f"the pace of a single launch on {machine.node()}")
         known = verdicts.remembered()
         if found_on not in known:
             known = {found_on: self._slower_in_one_launch()}

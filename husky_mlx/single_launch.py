@@ -37,7 +37,8 @@ class SingleLaunch:
     def __init__(self, graph: FusedGraph):
         self._chip = graph.platform.chip
         self._dtype = graph.dtype
-        outlined = replace(graph.platform, backend=OUTLINE, chained=True)
+        # Tiles that were tuned were tuned for launches of their own.
+        outlined = replace(graph.platform, backend=OUTLINE, tiles={}, chained=True)
         self._outline = _Outline(graph.config, graph.weights, graph.plan, outlined)
         self._outline.kind_of_layer = graph.kind_of_layer
 

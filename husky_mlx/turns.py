@@ -8,8 +8,6 @@ that end by themselves.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -21,48 +19,42 @@ IDLE = 1.0
 SIZE = 16  # MLX keeps arrays of 8 bytes and less in memory that the CPU shares
 
 
-def _synchronize() -> bool:
-    """Wait for all that runs on the GPU, whichever thread's it is; false where that is unknown."""
-    for name in ("libcudart.so.13", "libcudart.so.12"):
-        try:
-            runtime = ctypes.CDLL(name, os.RTLD_NOLOAD | os.RTLD_NOW)
-        except OSError:
-            continue
-        return int(runtime.cudaDeviceSynchronize()) == 0
-    return False
-
-
 class Turns:
-    """The turns of one device; ``wait_for_device`` ends when nothing runs there, false: unknown."""
+    """The turns of one device; ``wait`` returns when an array has been computed."""
 
-    def __init__(self, wait_for_device: Callable[[], bool] = _synchronize):
-        self._wait_for_device = wait_for_device
-        self._lock = threading.Lock()
+    def __init__(self, wait: Callable[[mx.array], None] = mx.eval):
+        self._wait = wait
+        # A collector may run another generator's step while one holds it.
+        self._lock = threading.RLock()
         self._owner: threading.Thread | None = None
+        self._pending = False
         self._used = 0.0
         self._last: mx.array | None = None
         self._counter: mx.array | None = None
 
     def take(self) -> mx.array | None:
         """What the calling thread's next single launch has to wait for, an array (SIZE,) uint32;
-        None where it must not make one now."""
+        None where it must not make one now. Who got a turn must ``leave`` it."""
         thread, now = threading.current_thread(), time.monotonic()
         with self._lock:
             if self._owner is not thread:
-                busy = self._owner is not None and now - self._used < IDLE
-                if busy or (self._owner is not None and not self._wait_for_device()):
+                if self._owner is not None and (self._pending or now - self._used < IDLE):
                     return None
+                if self._last is not None:
+                    self._wait(self._last)
                 self._owner, self._last = thread, None
-            self._used = now
+            self._pending = True
             if self._last is None:
                 self._last = mx.zeros((SIZE,), mx.uint32)
                 mx.eval(self._last)
             return self._last
 
-    def leave(self, after: mx.array) -> None:
-        """``after``, an output of the launch, is what the thread's next one waits for."""
+    def leave(self, after: mx.array | None) -> None:
+        """End a turn. ``after``: an output of its launch, which has been handed over; None where
+        there was none."""
         with self._lock:
-            if self._owner is threading.current_thread():
+            self._pending, self._used = False, time.monotonic()
+            if after is not None:
                 self._last = after
 
     def counter(self) -> mx.array:

@@ -125,21 +125,6 @@ def test_a_reader_who_leaves_early_finds_mlx_lms_cache(taken, ours, stock, plain
     assert mx.argmax(logits[0], axis=-1).tolist() == GREEDY[taken + 1 :]
 
 
-def test_the_first_token_does_not_wait_for_the_next_step(ours, plain_tokenizer):
-    def steps():
-        return sum(ours.plan.counts[way] for way in ("native", "frozen", "prefill", "reference"))
-
-    before = steps()
-    responses = generation.stream_generate(ours, plain_tokenizer, PROMPT, max_tokens=3)
-    next(responses)
-    first = steps() - before
-    next(responses)
-    # One for the first token, run on after it, and the one that is ahead of the second.
-    assert steps() - before == first + 2
-    responses.close()
-    assert steps() - before == first + 2
-
-
 def test_options_of_sampling_mean_nothing_to_a_greedy_reply(ours, plain_tokenizer):
     responses = generation.stream_generate(
         ours,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from husky_mlx import chips
 from husky_mlx.chips import Chip, parse
-from husky_mlx.policy import GEMV_OPS, MAX_THREADS, THREADGROUP_BYTES, policy
+from husky_mlx.policy import GEMV_OPS, MAX_THREADS, THREADGROUP_BYTES, chained_tile, policy
 from husky_mlx.tiles import ArgmaxShape, AttentionShape, EmbedShape, GemvShape
 
 NEXT_MAC = chips.detect({"device_name": "Apple M9", "architecture": "applegpu_g21g"})
@@ -85,6 +87,18 @@ def test_gemv_table(chip, bits, shape, template):
         chip == "h200" and bits < 16 and shape.itemsize == 2 and tile.k_split != 14
     )
     assert (found["ROWS"], found["SIMDGROUPS"], found["KSPLIT"], found["UNROLL"]) == template
+
+
+def test_simdgroups_share_rows_evenly_whatever_the_width():
+    for m, n, bits, norm in itertools.product((1, 2, 4), (96, 4096, 16384, 131072), (4, 8), (0, 1)):
+        for k in range(32, 4129, 32):
+            shape = GemvShape(m, n, k, norm=bool(norm))
+            for tile in (
+                policy("rms_lm_head", shape, bits, H200),
+                chained_tile("rms_lm_head", shape, bits, H200),
+            ):
+                assert tile.simdgroups % tile.k_split == 0, (shape, tile)
+                assert tile.rows * tile.simdgroups % (2 * tile.k_split) == 0
 
 
 def test_a_norm_that_would_not_fit_beside_the_sums_is_done_before():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from husky_mlx.kernels import OUTLINE, ArraySpec, launch
+from husky_mlx.kernels import TAKE_CUDA_TEXT, ArraySpec, launch
 from husky_mlx.ops.gemv import Platform
 from husky_mlx.policy import chained_attention, policy
 from husky_mlx.tiles import AttentionShape
@@ -58,7 +58,7 @@ def attention_decode_kernel(
     inputs = {"queries": queries, "keys": keys, "values": values, "place": place}
     result: ArraySpec = (m, heads * head_dim), queries.dtype
     partials: ArraySpec = (_NO_PARTIALS if whole else tile.partials(shape),), mx.float32  # type: ignore[union-attr]
-    merges = platform.backend in ("cuda", OUTLINE)
+    merges = platform.backend in TAKE_CUDA_TEXT
     if merges and tickets is not None:
         inputs["tickets"] = tickets
     outputs = [result, partials] if merges else [result if whole else partials]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from husky_mlx.device import activation_dtype
-from husky_mlx.kernels import OUTLINE, ArraySpec, launch
+from husky_mlx.kernels import TAKE_CUDA_TEXT, ArraySpec, launch
 from husky_mlx.matrix import Matrix
 from husky_mlx.ops.gemv import Platform
 from husky_mlx.places import SIZE
@@ -40,7 +40,7 @@ def embed_kernel(
     tile = policy("embed", shape, table.bits, platform.chip)
     outputs: list[ArraySpec] = [((shape.m, shape.width), table.dtype), ((SIZE,), mx.int32)]
     template = {**table.template, "N": table.rows, "D": shape.width, "LENGTH": length}
-    if platform.backend in ("cuda", OUTLINE):
+    if platform.backend in TAKE_CUDA_TEXT:
         outputs.append(((tickets,), mx.uint32))
         template["TICKETS"] = tickets
     embedded, following, *zeros = launch(

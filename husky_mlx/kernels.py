@@ -66,8 +66,8 @@ def launch(
     ``inputs`` and ``template`` have a value for each name that ``metal_kernels/<op>.metal``
     declares, ``outputs`` a (shape, dtype) each. ``grid`` counts threads and is a multiple of
     ``threadgroup``. ``backend`` is one of BACKENDS or OUTLINE, by default that of MLX's default
-    device. Inputs that the kernel writes in place are changed on every backend. Raises ValueError for
-    names, numbers of outputs or grids that do not fit, and for a kernel that does not exist.
+    device. Inputs that the kernel writes in place are changed on every backend. Raises ValueError
+    for names, numbers of outputs or grids that do not fit, and for a kernel that does not exist.
     """
     return Prepared(op, inputs, outputs, template, grid, threadgroup, backend)()
 

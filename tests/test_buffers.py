@@ -30,7 +30,8 @@ evaluate = mx.eval
 class Writer:
     """A graph for ``DecodeStep`` that writes token t as rows of t (keys) and -t (values)."""
 
-    in_place, compiled, longest, self_test, prefill = True, False, 4, None, None
+    in_place, compiled, longest, self_test = True, False, 4, None
+    prefill = single = None
     config = SimpleNamespace(num_key_value_heads=HEADS, head_dim=DIM)
     dtype = mx.float32
     kind_of_layer = [0] * LAYERS

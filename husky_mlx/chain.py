@@ -19,6 +19,8 @@ from husky_mlx.kernels import Launch
 # As in metal_kernels/prelude/chain.h.
 RECORD, POINTERS, SHAPES, SHAPE_SIZE = 24, 4, 16, 4
 REGION = 256  # bytes that arrays between launches are aligned to
+# Inputs that kernels read before they wait for the launch before theirs.
+READ_EARLY = ("residual", "place")
 # Of 4 KiB for the parameters of a kernel, in pointers.
 MOST_POINTERS = 500
 
@@ -55,17 +57,22 @@ def chain(launches: Sequence[Launch], results: Sequence[mx.array]) -> Chain:
     somebody reads afterwards.
 
     Raises ChainError for what a chain does not have: grids of more than one dimension of threads,
-    more than one shape in a kernel, too many arrays, operations between the launches.
+    too many arrays or shapes in a kernel, operations between the launches, and an input that is
+    read before it is waited for.
     """
     made: set[int] = set()
+    just_made: set[int] = set()
     outside = {id(array): array for array in results}
     inputs: dict[int, mx.array] = {}
     for launch in launches:
         given = [array for array in launch.inputs.values() if id(array) not in made]
         if made and len(given) == len(launch.inputs):
             raise ChainError(f"{launch.op} takes nothing that a launch before it has made")
+        if any(id(launch.inputs.get(name)) in just_made for name in READ_EARLY):
+            raise ChainError(f"{launch.op} reads too early what the launch before it makes")
         inputs.update((id(array), array) for array in given)
-        made.update(id(array) for array in launch.outputs.values())
+        just_made = {id(array) for array in launch.outputs.values()}
+        made |= just_made
     places = {key: number for number, key in enumerate([*inputs, *outside])}
     if len(places) > MOST_POINTERS:
         raise ChainError(f"{len(places)} arrays are more than a kernel takes")

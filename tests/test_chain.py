@@ -187,6 +187,16 @@ def test_operations_between_launches_are_refused():
         chain.chain([first, launched({"x": c}, {"y": d})], [d])
 
 
+def test_what_is_read_early_may_not_be_of_the_launch_before():
+    def launched(inputs, output):
+        return Launch("down_add", "outline", inputs, {"y": output}, {}, (32, 1, 1), (32, 1, 1))
+
+    a, b, c, d = (mx.zeros((64,), mx.float16) for _ in range(4))
+    first = launched({"activated": a, "residual": b}, c)
+    with pytest.raises(ChainError, match="down_add reads too early"):
+        chain.chain([first, launched({"activated": a, "residual": c}, d)], [d])
+
+
 def test_more_arrays_than_a_kernel_takes_are_refused(single, monkeypatch):
     monkeypatch.setattr(chain, "MOST_POINTERS", 5)
     model = build_model(FIX_A, halves(weights_of(FIX_A), mx.float16))

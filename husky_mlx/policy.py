@@ -297,28 +297,32 @@ def _integer_tile(shape: GemvShape, bits: int) -> GemvTile:
     bfloat16, microseconds a launch in a chain of them, the gap between two included, and with
     ``_mma_tile`` in the same run. 4 bit: 6144x4096 7.9 and 13.5, 28672x4096 19.7 and 24.9,
     4096x14336 14.1 and 20.3, 128256x4096 71 and 92, 16384x2048 8.2 and 11.4, 128256x2048 37 and 48;
-    four rows of x: 28672x4096 28.5 and 30.1, 16384x2048 10.7 and 13.0. 8 bit: 6144x4096 10.2 and
-    14.9, 28672x4096 31.7 and 39.3, 4096x14336 18.5 and 26.4.
+    four rows of x: 6144x4096 12.9 and 15.0, 28672x4096 26.1 and 30.1, 16384x2048 10.7 and 13.0,
+    128256x2048 50 and 55. 8 bit: 6144x4096 10.2 and 14.9, 28672x4096 31.7 and 39.3, 4096x14336 18.7
+    and 26.4.
     """
     few = shape.m > 1  # registers for the sums of more rows of x
     if shape.n >= 65536:
         return GemvTile(16, 8 if few or shape.k > 2048 else 4, 1, 2 if few else 4, integer=True)
     if shape.n > 8192 and bits == 4:
         if few:
-            return GemvTile(16, 8, 2, 2, integer=True)
+            return GemvTile(16, *((4, 1, 4) if shape.k > 2048 else (8, 2, 2)), integer=True)
         return GemvTile(32, *((8, 2, 2) if shape.k > 2048 else (16, 4, 1)), integer=True)
     chunks, remainder = divmod(shape.k, 512 // bits)
     deep = shape.k >= 8192 and bits == 4 and not few
-    splits = (split for split in ((16,) if deep else ()) + (8, 4, 2) if not chunks % split)
+    choices = (16, 8, 4, 2) if deep else (4, 2) if few else (8, 4, 2)
+    splits = (split for split in choices if not chunks % split)
     # Four share what does not divide among them, unless there is less than a chunk for each.
     k_split = 4 if remainder else next(splits, 4 if chunks > 2 else chunks)
     most = 4 if (deep or shape.n > 8192) and not few else 2
     unroll = next(
         unroll for unroll in (4, 2, 1) if unroll <= most and not chunks // k_split % unroll
     )
-    # A second team of simdgroups where one would leave x, staged once for both, to few rows.
-    teams = 2 if bits == 4 and not few and not deep and not shape.norm else 1
-    return GemvTile(16, max(k_split, 4) * teams, k_split, unroll, integer=True)
+    # Where x is staged for few rows of the matrix: more of them, or a second team of simdgroups.
+    short = bits == 4 and not few and not deep
+    rows = 32 if short and shape.norm and shape.k <= 2048 and not remainder else 16
+    teams = 2 if short and not shape.norm else 1
+    return GemvTile(rows, max(k_split, 4) * teams, k_split, unroll, integer=True)
 
 
 def _short_prompt_tile(shape: GemvShape) -> GemvTile:

@@ -70,7 +70,9 @@ def test_attention_table(chip, shape, template):
         ("h200", 4, GemvShape(1, 128256, 2048, norm=True), (16, 4, 1, 4)),
         # 112 chunks: 7 for each of 16 simdgroups.
         ("h200", 4, GemvShape(1, 4096, 14336), (16, 16, 16, 1)),
-        ("h200", 4, GemvShape(4, 28672, 4096, norm=True), (16, 8, 2, 2)),
+        ("h200", 4, GemvShape(1, 3072, 2048, norm=True), (32, 8, 8, 2)),
+        ("h200", 4, GemvShape(4, 28672, 4096, norm=True), (16, 4, 1, 4)),
+        ("h200", 4, GemvShape(4, 6144, 4096, norm=True), (16, 4, 4, 2)),
         ("h200", 8, GemvShape(1, 28672, 4096, norm=True), (16, 8, 8, 4)),
         ("h200", 16, GemvShape(1, 28672, 4096, norm=True), (16, 4, 4, 4)),
         # Four rows of 14,336 as 16-bit integers do not fit; not all chips are fast with those.

@@ -27,3 +27,8 @@ class Compiled:
         if compiled is None:
             compiled = self._of_thread.compiled = mx.compile(self._function)
         return compiled(*arguments)
+
+
+def compiled_if(wanted: bool, function: Callable) -> Callable:
+    """``function``, compiled if ``wanted``: what runs in the emulator cannot be traced."""
+    return Compiled(function) if wanted else function

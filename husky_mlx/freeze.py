@@ -7,6 +7,7 @@ them builds a new step.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import mlx.core as mx
 
 from husky_mlx.cache import BatchKVCache, KVCache, check_layout
 from husky_mlx.chain import ChainError
-from husky_mlx.compiled import Compiled
+from husky_mlx.compiled import compiled_if
 from husky_mlx.config import LlamaConfig
 from husky_mlx.fused import FusedGraph
 from husky_mlx.ops.attention_decode import attention_decode
@@ -55,7 +56,7 @@ class DecodeStep:
         self._kv_heads = graph.config.num_key_value_heads, graph.config.head_dim
         self._nothing = graph.nothing_before
         self._plan = plan
-        ready = Compiled if graph.compiled else _as_it_is
+        ready = functools.partial(compiled_if, graph.compiled)
         self._logits, self._greedy = ready(graph.logits), ready(graph.greedy)
         self._single: dict[Callable, Callable] = {}
         if graph.single is not None:
@@ -173,10 +174,6 @@ class DecodeStep:
             return None
         finally:
             TURNS.leave(after)
-
-
-def _as_it_is(function: Callable) -> Callable:
-    return function
 
 
 class StepGraph:

@@ -107,10 +107,11 @@ _COMBINE_SIMDGROUPS = 8
 # Rows of the steps that take short prompts, where matrix units have as many columns anyway.
 _SHORT_PROMPTS = (8, 16)
 _FROZEN_ROWS = (32, 64, 128, 256)
+# Of products in a chain: what a multiprocessor reads, 4 TB/s over an H200's 132, and what a wave of
+# threadgroups costs besides, both predicted; rows times chunks that a lane has registers for.
 CHAIN_SIMDGROUPS = 16
-_CHAIN_BYTES_A_MICROSECOND = 30_000  # of an H200's bandwidth, for one of its 132 multiprocessors
-_CHAIN_WAVE_MICROSECONDS = 1.0
-_CHAIN_UNROLL_ROWS = 64  # rows times chunks that a lane has registers for
+_CHAIN_BYTES_A_MICROSECOND, _CHAIN_WAVE_MICROSECONDS = 30_000, 1.0
+_CHAIN_UNROLL_ROWS = 64
 # Measured on an H200 on 2026-12-01, bfloat16, GPU microseconds of MLX's product against both of
 # ours on cold weights. 4 bit, 17 rows of x: 4096x14336 263 and 75, 4096x4096 90 and 25, 3072x2048
 # 41 and 13, 576x576 13 and 5, but 28672x4096 132 and 142, 16384x2048 39 and 42; those two at 128

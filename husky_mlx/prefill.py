@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from husky_mlx.buffers import CacheBuffers, check_layout
-from husky_mlx.compiled import Compiled
+from husky_mlx.compiled import compiled_if
 from husky_mlx.config import LlamaConfig
 from husky_mlx.fused import ordered
 from husky_mlx.ops.embed import embed
@@ -47,12 +47,12 @@ class Prefill:
         self._plan = plan
         self._short = short
         self._frozen_rows = sorted(frozen_rows)
-        compiled = products.platform.backend != "emulator"  # which cannot be traced
+        compiled = products.platform.backend != "emulator"
 
         # Of nothing that leads back here: see ``freeze.DecodeStep``.
         def stages(function: Callable, *given: Any) -> list[Callable]:
             made = [functools.partial(function, *given, i) for i in range(len(self._layers) - 1)]
-            return [Compiled(stage) if compiled else stage for stage in made]
+            return [compiled_if(compiled, stage) for stage in made]
 
         self._between = stages(products.between)
         self._from_nothing = stages(_layer_from_nothing, products, config.attention_scale)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from husky_mlx.buffers import CacheBuffers
-from husky_mlx.compiled import Compiled
+from husky_mlx.compiled import compiled_if
 from husky_mlx.fused import FusedGraph
 from husky_mlx.places import make_place
 from husky_mlx.plan import Plan
@@ -24,7 +24,7 @@ class ShortPrompt:
     def __init__(self, graph: FusedGraph, plan: Plan, lengths: Sequence[int]):
         self.lengths = tuple(sorted(lengths))
         self._graph = graph
-        self._prompt = Compiled(graph.prompt) if graph.compiled else graph.prompt
+        self._prompt = compiled_if(graph.compiled, graph.prompt)
         self._plan = plan
 
     def takes(self, length: int, caches: Sequence[CacheBuffers]) -> bool:

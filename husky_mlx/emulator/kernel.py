@@ -15,6 +15,8 @@ SIMDGROUP = 32
 LARGEST_THREADGROUP = 1024
 # Metal's argument table, facts about inputs included.
 MOST_BUFFERS = 31
+# Bytes, Metal's.
+THREADGROUP_MEMORY = 32768
 # Two fills, so that no value of a body can look like both.
 _FILLS = (0xFF, 0x5A)
 
@@ -72,6 +74,7 @@ class MetalKernel:
         template: Sequence[tuple[str, object]] = (),
         check: str = "full",
         seed: int = 0,
+        threadgroup_memory: int = THREADGROUP_MEMORY,
     ) -> Outputs:
         """Runs the kernel and returns its outputs.
 
@@ -79,7 +82,8 @@ class MetalKernel:
         threads in x, y, z. An output is an MLX array when its dtype is MLX's, else numpy's.
         ``check="full"`` checks every access and runs twice, with other memory fills and another
         order, which must not change a byte; ``check="fast"`` runs once and checks only that threads
-        meet. Raises EmulatorError.
+        meet. ``threadgroup_memory``: bytes that a threadgroup may have, Metal's; CUDA's kernels may
+        have more. Raises EmulatorError.
         """
         if check not in ("full", "fast"):
             raise ValueError(f"check={check!r}: 'full' or 'fast'")
@@ -110,6 +114,7 @@ class MetalKernel:
                 fill=fill,
                 checked=check == "full",
                 track_inputs="mutable_input" in self.source + self.header,
+                threadgroup_memory=threadgroup_memory,
             )
             runs.append(buffers)
         _compare(*runs)

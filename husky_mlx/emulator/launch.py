@@ -60,6 +60,7 @@ class _Launch(ctypes.Structure):
         ("fill", ctypes.c_uint32),
         ("check", ctypes.c_uint32),
         ("track_inputs", ctypes.c_uint32),
+        ("threadgroup_memory", ctypes.c_uint32),
         ("buffer_count", ctypes.c_uint32),
         ("buffers", ctypes.POINTER(_Buffer)),
         ("failure", _Failure),
@@ -84,12 +85,13 @@ def run(
     fill: int,
     checked: bool,
     track_inputs: bool,
+    threadgroup_memory: int,
 ) -> None:
     """Runs the kernel once, in the order of lanes and threadgroups that ``seed`` gives.
 
-    Outputs and threadgroup memory start filled with the byte ``fill``. Outputs, and inputs that the
-    body updated in place (their ``written`` is set), are written back into ``buffers``.
-    Raises EmulatorError.
+    A threadgroup may have ``threadgroup_memory`` bytes of it. Outputs and threadgroup memory start
+    filled with the byte ``fill``. Outputs, and inputs that the body updated in place (their
+    ``written`` is set), are written back into ``buffers``. Raises EmulatorError.
     """
     described = (_Buffer * len(buffers))(
         *(
@@ -111,6 +113,7 @@ def run(
         fill,
         checked,
         track_inputs,
+        threadgroup_memory,
         len(buffers),
         described,
     )

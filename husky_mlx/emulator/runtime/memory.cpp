@@ -210,10 +210,11 @@ void* emulator_threadgroup_array(unsigned index, const char* name, unsigned size
   uint64_t total = 0;
   for (unsigned i = kMaxBuffers; i < kSlotCount; i++)
     if (regions[i].group == run.group_number) total += regions[i].size;
-  if (total > kMaxThreadgroupBytes) {
+  if (total > run.launch->threadgroup_memory) {
     record_failure("threadgroup memory",
                    "%llu bytes of threadgroup memory with '%s'; the limit is %u",
-                   static_cast<unsigned long long>(total), name, kMaxThreadgroupBytes);
+                   static_cast<unsigned long long>(total), name,
+                   run.launch->threadgroup_memory);
     abandon();
   }
   return region.data;

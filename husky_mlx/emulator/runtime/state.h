@@ -11,7 +11,6 @@ constexpr unsigned kLanes = 32;
 constexpr unsigned kMaxThreads = 1024;
 constexpr unsigned kMaxBuffers = 64;
 constexpr unsigned kMaxArrays = 64;
-constexpr unsigned kMaxThreadgroupBytes = 32768;
 
 // The order of husky_mlx/emulator/launch.py's fields; both sides change together.
 enum class Role : uint32_t { input, output, shape };
@@ -35,6 +34,7 @@ struct Launch {
   uint32_t fill;
   uint32_t check;
   uint32_t track_inputs;
+  uint32_t threadgroup_memory;  // bytes
   uint32_t buffer_count;
   Buffer* buffers;
   Failure failure;

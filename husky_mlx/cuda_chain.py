@@ -23,10 +23,8 @@ from husky_mlx.metal_text import (
 from husky_mlx.paths import cache_dir, write_whole
 
 BLOCK_THREADS = 512
-# What the phases' arrays in threadgroup memory share, and the most that a block of any GPU from
-# compute capability 8.0 on may have with the records.
-ARENA_BYTES = 64 * 1024
-MOST_SHARED = 99 * 1024
+# What the barrier of the grid has in shared memory of its own, at most: chain.h.
+STATE_BYTES = 5 * 1024
 
 _ATTRIBUTES = {
     "threadgroup_position_in_grid": "position",
@@ -48,14 +46,21 @@ class ChainSource:
     shared_memory: int
 
 
-def translate_chain(made: Chain, signature: Signature) -> ChainSource:
+def translate_chain(made: Chain, signature: Signature, memory: int) -> ChainSource:
     """Writes the chain's file to the cache unless it is there.
 
     ``signature``: of the whole kernel, whose inputs are the chain's, then a turn, the records and
-    the counter, and whose outputs are the chain's, then an order, a turn and the scratch. Raises
-    ChainError for a kernel that names what a chain does not have.
+    the counter, and whose outputs are the chain's, then an order, a turn and the scratch.
+    ``memory``: bytes of shared memory that a block may have. Raises ChainError for a kernel that
+    names what a chain does not have, and for more launches than a block's memory holds.
     """
-    text = _file_text(made)
+    records = 4 * RECORD * len(made.records)
+    pointers = 8 * (len(made.inputs) + len(made.outputs))
+    tables = -(-(records + pointers) // 16) * 16
+    arena = memory - STATE_BYTES - tables
+    if arena <= 0:
+        raise ChainError(f"{len(made.records)} launches do not fit a block's memory")
+    text = _file_text(made, arena)
     name = f"chain_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     file = cache_dir() / "cuda" / f"{name}.h"
     if not file.exists():
@@ -63,15 +68,10 @@ def translate_chain(made: Chain, signature: Signature) -> ChainSource:
     # Pointers to const and others in one list.
     arrays = ", ".join(f"(const void*){parameter.name}" for parameter in signature.buffers)
     call = f"  const void* arrays[] = {{{arrays}}};\n  ::metal::{name}::run_all(arrays);\n"
-    records = 4 * RECORD * len(made.records)
-    pointers = 8 * (len(made.inputs) + len(made.outputs))
-    tables = -(-(records + pointers) // 16) * 16
-    if tables + ARENA_BYTES > MOST_SHARED:
-        raise ChainError(f"{len(made.records)} launches do not fit a block's memory")
-    return ChainSource(CudaSource(f'#include "{file}"\n', call, file), tables + ARENA_BYTES)
+    return ChainSource(CudaSource(f'#include "{file}"\n', call, file), tables + arena)
 
 
-def _file_text(made: Chain) -> str:
+def _file_text(made: Chain, arena: int) -> str:
     phases = made.phases
     cases = "\n".join(f"      case {i}: phase_{i}::run(arrays); break;" for i in range(len(phases)))
     inputs, outputs = len(made.inputs), len(made.outputs)
@@ -82,7 +82,7 @@ def _file_text(made: Chain) -> str:
         f"#define MSL_INPUTS_READY() ::metal::chain::ready<HUSKY_COUNT>()\n"
         "#define threadgroup_barrier(flags) ::metal::chain::part_barrier<HUSKY_COUNT>()\n"
         f"namespace metal {{ namespace {_NAMESPACE} {{\n"
-        f"{''.join(_phase(i, phase) for i, phase in enumerate(phases))}"
+        f"{''.join(_phase(i, phase, arena) for i, phase in enumerate(phases))}"
         f"""
 constexpr int RECORDS = {len(made.records)};
 constexpr int INPUTS = {inputs};
@@ -108,12 +108,9 @@ HUSKY_FUNC void run_all(const void* const* arrays_given) {{
     for (int i = 0; i < OUTPUTS; i++) {{
       pointers[INPUTS + i] = arrays_given[INPUTS + 3 + i];
     }}
-    chain::begin(
-        reinterpret_cast<unsigned long long*>(const_cast<void*>(arrays_given[INPUTS + 2])));
   }}
-  if (threadIdx.x < chain::MOST_PARTS) {{
-    chain::state().pending[threadIdx.x] = 0;
-  }}
+  chain::begin(
+      reinterpret_cast<unsigned long long*>(const_cast<void*>(arrays_given[INPUTS + 2])));
   __syncthreads();
   char* scratch =
       reinterpret_cast<char*>(const_cast<void*>(arrays_given[INPUTS + 5 + OUTPUTS]));
@@ -133,7 +130,7 @@ HUSKY_FUNC void run_all(const void* const* arrays_given) {{
     )
 
 
-def _phase(number: int, phase: Phase) -> str:
+def _phase(number: int, phase: Phase, arena: int) -> str:
     if phase.threads > BLOCK_THREADS:
         raise ChainError(f"{phase.op}: threadgroups of {phase.threads} threads")
     declared: list[str] = []
@@ -166,24 +163,24 @@ def _phase(number: int, phase: Phase) -> str:
         f"namespace phase_{number} {{  // {phase.op}\n"
         f"constexpr int HUSKY_COUNT = {phase.threads};\n"
         f"constexpr int PARTS = chain::parts_of<HUSKY_COUNT>();\n"
-        f"constexpr size_t HUSKY_ARENA = {ARENA_BYTES} / PARTS / 16 * 16;\n"
+        f"constexpr size_t HUSKY_ARENA = {arena} / PARTS / 16 * 16;\n"
         f'#line 1 "{phase.op} header"\n{device_header(source.header)}\n'
         f"{phase.signature.template_declaration}"
         f"HUSKY_FUNC void body({parameters}, char* husky_arena) {{\n"
         f'#line 1 "{phase.op}"\n{without_address_spaces(body)}\n'
         f'static_assert({end} <= HUSKY_ARENA, "a phase needs more shared memory");\n}}\n'
         f"""
-__device__ __noinline__ void run(const chain::Arrays& arrays) {{
-  const int part = threadIdx.x / HUSKY_COUNT;
+HUSKY_FUNC void run(const chain::Arrays& arrays) {{
+  const int part = chain::thread_of_block() / HUSKY_COUNT;
   if (part >= PARTS) {{
     return;
   }}
-  const uint thread = threadIdx.x % HUSKY_COUNT;
   const uint3 grid(arrays.record[1], arrays.record[2], arrays.record[3]);
   const uint tiles = grid.x * grid.y * grid.z;
 #pragma unroll 1
   for (uint tile = part * gridDim.x + blockIdx.x; tile < tiles; tile += PARTS * gridDim.x) {{
-{waits}    const uint3 position(tile % grid.x, tile / grid.x % grid.y, tile / (grid.x * grid.y));
+{waits}    const uint thread = chain::thread_of_block() % HUSKY_COUNT;
+    const uint3 position(tile % grid.x, tile / grid.x % grid.y, tile / (grid.x * grid.y));
     body{f"<{values}>" if values else ""}({arguments}, arrays.arena + part * HUSKY_ARENA);
     chain::part_barrier<HUSKY_COUNT>();
   }}

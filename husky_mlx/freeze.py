@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from husky_mlx.buffers import allocate_together
 from husky_mlx.cache import BatchKVCache, KVCache, check_layout
 from husky_mlx.chain import ChainError
 from husky_mlx.compiled import compiled_if
@@ -38,6 +39,7 @@ from husky_mlx.places import (
     make_place,
 )
 from husky_mlx.plan import Plan
+from husky_mlx.policy import CHAIN_LONGEST
 from husky_mlx.turns import TURNS
 
 
@@ -74,9 +76,10 @@ class DecodeStep:
 
     def allocate(self, caches: Sequence[KVCache]) -> None:
         """Give empty caches of one sequence their first buffers."""
+        assert self._dtype is not None  # a step that writes in place knows it
+        allocate_together(caches, self.longest, *self._kv_heads, self._dtype)
         for cache in caches:
             if cache.empty():
-                assert self._dtype is not None  # a step that writes in place knows it
                 cache.allocate(self.longest, *self._kv_heads, self._dtype)
 
     def logits(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
@@ -149,7 +152,8 @@ class DecodeStep:
         before = self._nothing if before is None else before
         arguments = (*inputs, list(keys), list(values), before)
         tokens, _, batched = inputs
-        made = None if batched or tokens.size > 1 else self._one_launch(step, arguments)
+        many = batched or tokens.size > 1 or keys[0].shape[2] > CHAIN_LONGEST
+        made = None if many else self._one_launch(step, arguments)
         *results, ordering = step(*arguments) if made is None else made
         for cache in caches:
             cache.ordering = ordering

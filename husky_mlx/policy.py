@@ -107,11 +107,17 @@ _COMBINE_SIMDGROUPS = 8
 # Rows of the steps that take short prompts, where matrix units have as many columns anyway.
 _SHORT_PROMPTS = (8, 16)
 _FROZEN_ROWS = (32, 64, 128, 256)
-# Of products in a chain: what a multiprocessor reads, 4 TB/s over an H200's 132, and what a wave of
-# threadgroups costs besides, both predicted; rows times chunks that a lane has registers for.
 CHAIN_SIMDGROUPS = 16
-_CHAIN_BYTES_A_MICROSECOND, _CHAIN_WAVE_MICROSECONDS = 30_000, 1.0
-_CHAIN_UNROLL_ROWS = 64
+# Rows of a cache up to which a chain was measured against launches of their own: in longer ones
+# attention decides.
+CHAIN_LONGEST = 4096
+# Of products in a chain, predicted: what a multiprocessor reads alone, some three times its share
+# of an H200's 4 TB/s, and what a wave of threadgroups costs besides.
+_CORE_BYTES_A_MICROSECOND, _CHAIN_WAVE_MICROSECONDS = 90_000, 1.0
+# Shared memory that a block may have, KiB, by compute capability (CUDA C++ Programming Guide, table
+# of technical specifications), and what a chain keeps of it for its table and its barrier.
+_SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227}
+_CHAIN_KEEPS = 48 * 1024
 # Measured on an H200 on 2026-12-01, bfloat16, GPU microseconds of MLX's product against both of
 # ours on cold weights. 4 bit, 17 rows of x: 4096x14336 263 and 75, 4096x4096 90 and 25, 3072x2048
 # 41 and 13, 576x576 13 and 5, but 28672x4096 132 and 142, 16384x2048 39 and 42; those two at 128
@@ -187,51 +193,42 @@ def short_prompts(chip: Chip, itemsize: int) -> tuple[int, ...]:
     return _SHORT_PROMPTS if chip.target == "cuda" and itemsize == 2 else ()
 
 
-def chained_tile(op: str, shape: GemvShape, bits: int, chip: Chip) -> GemvTile:
+def chained_tile(op: str, shape: GemvShape, bits: int, group_size: int, chip: Chip) -> GemvTile:
     """The tile of a product in a chain, whose threadgroups have CHAIN_SIMDGROUPS simdgroups and run
     side by side, one a multiprocessor.
 
-    The cheapest by a model of one: its waves, each of which takes as long as its weights from
-    memory and a fixed time besides.
+    The cheapest by a model of one: a fixed time for each wave, and the share of a multiprocessor in
+    the matrix.
     """
     own = policy(op, shape, bits, chip)
     chunk = 512 // bits
 
-    def cost(tile: GemvTile) -> tuple[float, int, int]:
-        weights = tile.outputs * shape.k * bits / 8
-        wave = weights / _CHAIN_BYTES_A_MICROSECOND + _CHAIN_WAVE_MICROSECONDS
+    def cost(tile: GemvTile) -> tuple[float, int]:
         waves = -(-tile.threadgroups(shape) // chip.cores)
-        # Then where all simdgroups have as much to do, and by the reads of x.
-        return waves * wave, -(-shape.k // chunk) % tile.k_split, -tile.rows
+        share = tile.outputs * shape.k * bits / 8 / _CORE_BYTES_A_MICROSECOND
+        # Then where all simdgroups have as much to do.
+        return waves * (_CHAIN_WAVE_MICROSECONDS + share), batches % tile.k_split
 
-    return min(
-        (
-            replace(
-                own,
-                rows=rows,
-                simdgroups=CHAIN_SIMDGROUPS,
-                k_split=k_split,
-                unroll=_chain_unroll(shape, chunk, rows, k_split),
-            )
-            for rows in (16, 32)
-            for k_split in (1, 2, 4, 8, 16)
-            if k_split == 1 or shape.k >= k_split * chunk
-        ),
-        key=cost,
-    )
+    # 128 bytes of a row at a time, or as many as bring two of its scales, the least that is copied.
+    unroll = 2 if bits == 16 else max(2, 2 * group_size // chunk)
+    batches = -(-shape.k // (unroll * chunk))
+    base = replace(own, rows=16, simdgroups=CHAIN_SIMDGROUPS, unroll=unroll)
+    splits = [split for split in (1, 2, 4, 8, 16) if split == 1 or shape.k >= split * chunk]
+    tile = min((replace(base, k_split=split) for split in splits), key=cost)
+    room = chain_memory(chip) - _CHAIN_KEEPS - tile.threadgroup_bytes(shape)
+    fits = room // (CHAIN_SIMDGROUPS * tile.batch_bytes(bits, group_size))
+    return replace(tile, queue=max(1, min(-(-batches // tile.k_split), fits)))
 
 
-def _chain_unroll(shape: GemvShape, chunk: int, rows: int, k_split: int) -> int:
-    """As many chunks at once as a simdgroup has, as its registers hold, and without a rest."""
-    chunks = -(-shape.k // chunk)
-    fits = [u for u in (4, 2, 1) if u * rows <= _CHAIN_UNROLL_ROWS and u * k_split <= chunks]
-    return next((u for u in fits if chunks % (u * k_split) == 0), fits[-1])
+def chain_memory(chip: Chip) -> int:
+    """Bytes of shared memory that a block of a chain may have."""
+    return _SHARED_KIB.get(chip.generation, min(_SHARED_KIB.values())) * 1024
 
 
 def chained_attention(shape: AttentionShape, chip: Chip) -> AttentionTile:
     """The tile of attention in a chain: fewer rows at once, for half the registers."""
     tile = policy("attention_decode", shape, 16, chip)
-    return replace(tile, unroll=max(tile.unroll // 2, 1))
+    return replace(tile, unroll=1)
 
 
 def chains_steps(chip: Chip, itemsize: int) -> bool:

@@ -21,8 +21,9 @@ from husky_mlx.freeze import StepGraph
 from husky_mlx.fused import FusedWeights
 from husky_mlx.ops.gemv import Platform
 
-# Steps of one launch have to win by this much, in the best of so many runs of each.
-MARGIN, PACES = 0.9, 4
+# Steps of one launch have to win by this much, in the best of so many runs of each: what else a
+# host does slows several launches more, so that they are at their best here.
+MARGIN, PACES = 0.98, 4
 
 
 class SelfTest:

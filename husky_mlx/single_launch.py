@@ -17,6 +17,7 @@ from husky_mlx.chain import Chain, ChainError, chain
 from husky_mlx.fused import ORDER_SIZE, FusedGraph, next_places
 from husky_mlx.kernel_signature import ArrayType, Signature, metal_type
 from husky_mlx.kernels import OUTLINE, Launch
+from husky_mlx.policy import chain_memory
 from husky_mlx.turns import SIZE, TURNS
 
 
@@ -77,7 +78,7 @@ class SingleLaunch:
         outputs = [(array.shape, array.dtype) for array in made.outputs]
         outputs += [((ORDER_SIZE,), self._dtype), ((SIZE,), mx.uint32)]
         outputs += [((made.scratch // self._dtype.size,), self._dtype)]
-        built = _build(made, given, [dtype for _, dtype in outputs])
+        built = _build(made, given, [dtype for _, dtype in outputs], chain_memory(self._chip))
         block = cuda_chain.BLOCK_THREADS
         *found, _ = built(
             inputs=given,
@@ -124,10 +125,13 @@ def _outputs(made: Chain) -> list[str]:
     return [*(f"b{i}" for i in range(len(made.outputs))), "order", "following_turn", "scratch"]
 
 
-def _build(made: Chain, given: Sequence[mx.array], dtypes: Sequence[mx.Dtype]) -> Any:
-    """The chain's kernel. Raises ChainError where it cannot be compiled."""
+def _build(made: Chain, given: Sequence[mx.array], dtypes: Sequence[mx.Dtype], memory: int) -> Any:
+    """The chain's kernel, whose blocks may have ``memory`` bytes of shared memory.
+
+    Raises ChainError where it cannot be compiled.
+    """
     signature = signature_of(made, given, dtypes)
-    translated = cuda_chain.translate_chain(made, signature)
+    translated = cuda_chain.translate_chain(made, signature, memory)
     arguments = cuda_source.kernel_arguments(
         translated.source, "husky_step", _inputs(made), _outputs(made)
     )

@@ -69,7 +69,9 @@ class GemvTile:
 
     ``norm``: x's RMS norm happens inside (else before, by itself). ``stages_x``: the threadgroup
     keeps x after its norm, in 16 bit, which only the CUDA kernel does. ``integer``: it multiplies
-    packed weights in whole numbers, CUDA's only too, and keeps x as such.
+    packed weights in whole numbers, CUDA's only too, and keeps x as such. ``queue``: so many
+    batches of UNROLL chunks are asked for ahead, into the threadgroup's memory; 0: one, into
+    registers (metal_kernels/mma_queue.h).
     """
 
     rows: int
@@ -79,6 +81,7 @@ class GemvTile:
     norm: bool = False
     stages_x: bool = False
     integer: bool = False
+    queue: int = 0
 
     @property
     def outputs(self) -> int:
@@ -95,6 +98,7 @@ class GemvTile:
             "SIMDGROUPS": self.simdgroups,
             "KSPLIT": self.k_split,
             "UNROLL": self.unroll,
+            "QUEUE": self.queue,
             "NORM": self.norm,
             "INTEGER": self.integer,
         }
@@ -107,13 +111,19 @@ class GemvTile:
         return self.threadgroups(shape) * self.threadgroup[0], 1, 1
 
     def threadgroup_bytes(self, shape: GemvShape) -> int:
-        """At most: ``integer`` keeps less for groups of more than 32."""
+        """At most, without a queue: ``integer`` keeps less for groups of more than 32."""
         partial_sums = 4 * shape.m * (self.rows * self.simdgroups + self.k_split)
         staged = 2 * shape.m * shape.k if self.stages_x or self.integer else 16
         if self.integer:  # two floats a group for each row of x, one a simdgroup for each
             staged += shape.m * _whole_vectors(2 * (shape.k // 32))
             staged += _whole_vectors(shape.m * self.simdgroups)
         return partial_sums + staged
+
+    def batch_bytes(self, bits: int, group_size: int) -> int:
+        """Of one batch in the queue of one simdgroup."""
+        chunk = 512 // bits
+        entries = 0 if bits == 16 else max(1, self.unroll * chunk // group_size)
+        return self.rows * (64 * self.unroll + 8 * -(-entries // 2))
 
 
 def _whole_vectors(floats: int) -> int:

@@ -37,6 +37,17 @@ inline constexpr int gemv_staged() {
 #endif
   return has_mma<T>() && NORM ? M * K / 8 : 1;
 }
+// And float4 elements for the weights that are asked for ahead: see mma_queue.h.
+template <
+    typename T, int BITS, int GROUP, int K, int M, int ROWS, int SIMDGROUPS, int UNROLL, int QUEUE>
+inline constexpr int gemv_queued() {
+#ifdef MSL_CUDA
+  if (has_mma<T>() && QUEUE > 0) {
+    return SIMDGROUPS * QUEUE * MmaSlot<T, BITS, GROUP, K, M, UNROLL, ROWS / 16>::VECTORS;
+  }
+#endif
+  return 1;
+}
 template <int M, int ROWS, int SIMDGROUPS, int KSPLIT>
 inline constexpr int gemv_partial() {
   return M * (ROWS * SIMDGROUPS + KSPLIT);
@@ -44,7 +55,7 @@ inline constexpr int gemv_partial() {
 
 template <
     typename T, int BITS, int GROUP, int K, int N, int M, int ROWS, int SIMDGROUPS, int KSPLIT,
-    int UNROLL, bool NORM, bool INTEGER, typename Weight>
+    int UNROLL, int QUEUE, bool NORM, bool INTEGER, typename Weight>
 inline void gemv(
     const device T* x,
     const device T* norm,
@@ -55,6 +66,7 @@ inline void gemv(
     uint first,
     uint second,
     threadgroup float4* staged,
+    threadgroup float4* queued,
     threadgroup float* partial,
     uint simdgroup,
     uint lane) {
@@ -64,14 +76,15 @@ inline void gemv(
   threadgroup float* sums_out = partial + part * M * TILE + offset;
 #ifdef MSL_CUDA
   if constexpr (has_mma<T>() && INTEGER) {
-    gemv_integer<T, BITS, GROUP, K, N, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, NORM>(
+    gemv_integer<T, BITS, GROUP, K, N, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, QUEUE, NORM>(
         x, norm, eps, reinterpret_cast<const device uint*>(weight), scales, biases, first + offset,
-        second + offset, reinterpret_cast<threadgroup uint*>(staged), sums_out, simdgroup, lane);
-  } else if constexpr (has_mma<T>()) {
-    gemv_mma<T, BITS, GROUP, K, N, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, NORM>(
-        x, norm, eps, reinterpret_cast<const device uint*>(weight), scales, biases, first + offset,
-        second + offset, reinterpret_cast<threadgroup uint*>(staged), partial, sums_out, simdgroup,
+        second + offset, reinterpret_cast<threadgroup uint*>(staged), queued, sums_out, simdgroup,
         lane);
+  } else if constexpr (has_mma<T>()) {
+    gemv_mma<T, BITS, GROUP, K, N, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, QUEUE, NORM>(
+        x, norm, eps, reinterpret_cast<const device uint*>(weight), scales, biases, first + offset,
+        second + offset, reinterpret_cast<threadgroup uint*>(staged), queued, partial, sums_out,
+        simdgroup, lane);
   } else
 #endif
   {

@@ -9,8 +9,8 @@
 // sum of x.
 //
 // A lane loads 16 bytes of a row at a time, so that four lanes cover a chunk of 512 / BITS values.
-#include "mma_batch.h"
 #include "mma_integer.h"
+#include "mma_queue.h"
 #include "stage_integer.h"
 
 // Values that share a scale of x: a quantization group, or the part of one that is in a chunk.
@@ -66,7 +66,7 @@ inline uint half_choice(bool high) {
 
 template <
     typename T, int BITS, int GROUP, int K, int N, int M, int ROWS, int SIMDGROUPS, int KSPLIT,
-    int UNROLL, bool NORM>
+    int UNROLL, int QUEUE, bool NORM>
 inline void gemv_integer(
     const device T* x,
     const device T* norm,
@@ -77,6 +77,7 @@ inline void gemv_integer(
     uint first,
     uint second,
     threadgroup uint* staged,
+    threadgroup float4* queued,
     threadgroup float* sums_out,
     uint simdgroup,
     uint lane) {
@@ -108,7 +109,18 @@ inline void gemv_integer(
 
   // Asked for before x is staged, which takes as long as the trip to memory.
   MmaBatch<Shape, UNROLL, TILES> current;
-  if (BATCHES >= KSPLIT || part < BATCHES) {
+  MmaQueue<T> queue;
+  if constexpr (QUEUE > 0) {
+    constexpr int SLOT = MmaSlot<T, BITS, GROUP, K, M, UNROLL, TILES>::VECTORS;
+    queue.slots = reinterpret_cast<threadgroup vec<uint, 4>*>(queued) + simdgroup * (QUEUE * SLOT);
+    queue.weight = weight;
+    queue.scales = scales;
+    queue.biases = biases;
+    queue.first = first;
+    queue.second = second;
+    ask_ahead<T, BITS, GROUP, K, N, M, UNROLL, TILES, KSPLIT, QUEUE, false>(
+        queue, simdgroup, lane);
+  } else if (BATCHES >= KSPLIT || part < BATCHES) {
     load_batch<T, BITS, GROUP, K, M, UNROLL, TILES>(rows, part, team, entry_word, current);
   }
   if (MSL_INPUTS_READY()) {
@@ -118,11 +130,20 @@ inline void gemv_integer(
       reinterpret_cast<const threadgroup vec<uint, 4>*>(staged);
   const threadgroup float2* facts =
       reinterpret_cast<const threadgroup float2*>(staged + M * (K / 2));
+  if constexpr (QUEUE > 0) {
+    ask_ahead<T, BITS, GROUP, K, N, M, UNROLL, TILES, KSPLIT, QUEUE, true>(queue, simdgroup, lane);
+  }
 #pragma unroll 1
   for (int step = 0; step < STEPS; step++) {
     const int batch = step * KSPLIT + part;
     if (BATCHES % KSPLIT != 0 && batch >= BATCHES) {
       break;
+    }
+    if constexpr (QUEUE > 0) {
+      const int slot = step % QUEUE;
+      take_batch<T, BITS, GROUP, K, M, UNROLL, TILES, QUEUE>(queue, slot, entry_word, lane, current);
+      ask_batch<T, BITS, GROUP, K, N, M, UNROLL, TILES>(
+          queue, slot, batch + QUEUE * KSPLIT, lane);
     }
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
@@ -172,7 +193,7 @@ inline void gemv_integer(
         }
       }
     }
-    if (step + 1 < STEPS && (BATCHES % KSPLIT == 0 || batch + KSPLIT < BATCHES)) {
+    if (QUEUE == 0 && step + 1 < STEPS && (BATCHES % KSPLIT == 0 || batch + KSPLIT < BATCHES)) {
       load_batch<T, BITS, GROUP, K, M, UNROLL, TILES>(
           rows, batch + KSPLIT, team, entry_word, current);
     }

@@ -11,8 +11,8 @@
 // Which k a place of the multiply stands for is free as long as both operands agree; packed values
 // half a word apart form a pair.
 #include "mma.h"
-#include "mma_batch.h"
 #include "mma_operands.h"
+#include "mma_queue.h"
 #include "stage_normed.h"
 
 // Where x comes from: the threadgroup's normed copy, or the input.
@@ -27,7 +27,7 @@ inline vec<uint, 4> load_x(const device uint* x, const threadgroup uint* staged,
 
 template <
     typename T, int BITS, int GROUP, int K, int N, int M, int ROWS, int SIMDGROUPS, int KSPLIT,
-    int UNROLL, bool NORM>
+    int UNROLL, int QUEUE, bool NORM>
 inline void gemv_mma(
     const device T* x,
     const device T* norm,
@@ -38,6 +38,7 @@ inline void gemv_mma(
     uint first,
     uint second,
     threadgroup uint* staged,
+    threadgroup float4* queued,
     threadgroup float* partial,
     threadgroup float* sums_out,
     uint simdgroup,
@@ -63,7 +64,18 @@ inline void gemv_mma(
 
   // Asked for before the norm, which takes as long as the trip to memory.
   MmaBatch<Shape, UNROLL, TILES> current;
-  if (BATCHES >= KSPLIT || part < BATCHES) {
+  MmaQueue<T> queue;
+  if constexpr (QUEUE > 0) {
+    constexpr int SLOT = MmaSlot<T, BITS, GROUP, K, M, UNROLL, TILES>::VECTORS;
+    queue.slots = reinterpret_cast<threadgroup vec<uint, 4>*>(queued) + simdgroup * (QUEUE * SLOT);
+    queue.weight = weight;
+    queue.scales = scales;
+    queue.biases = biases;
+    queue.first = first;
+    queue.second = second;
+    ask_ahead<T, BITS, GROUP, K, N, M, UNROLL, TILES, KSPLIT, QUEUE, false>(
+        queue, simdgroup, lane);
+  } else if (BATCHES >= KSPLIT || part < BATCHES) {
     load_batch<T, BITS, GROUP, K, M, UNROLL, TILES>(rows, part, team, team % 2, current);
   }
   const bool fresh = MSL_INPUTS_READY();
@@ -72,11 +84,20 @@ inline void gemv_mma(
       stage_normed<T, K, M, SIMDGROUPS>(x, norm, eps, staged, partial, simdgroup, lane);
     }
   }
+  if constexpr (QUEUE > 0) {
+    ask_ahead<T, BITS, GROUP, K, N, M, UNROLL, TILES, KSPLIT, QUEUE, true>(queue, simdgroup, lane);
+  }
 #pragma unroll 1
   for (int step = 0; step < STEPS; step++) {
     const int batch = step * KSPLIT + part;
     if (BATCHES % KSPLIT != 0 && batch >= BATCHES) {
       break;
+    }
+    if constexpr (QUEUE > 0) {
+      const int slot = step % QUEUE;
+      take_batch<T, BITS, GROUP, K, M, UNROLL, TILES, QUEUE>(queue, slot, team % 2, lane, current);
+      ask_batch<T, BITS, GROUP, K, N, M, UNROLL, TILES>(
+          queue, slot, batch + QUEUE * KSPLIT, lane);
     }
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
@@ -124,7 +145,7 @@ inline void gemv_mma(
         }
       }
     }
-    if (step + 1 < STEPS && (BATCHES % KSPLIT == 0 || batch + KSPLIT < BATCHES)) {
+    if (QUEUE == 0 && step + 1 < STEPS && (BATCHES % KSPLIT == 0 || batch + KSPLIT < BATCHES)) {
       load_batch<T, BITS, GROUP, K, M, UNROLL, TILES>(
           rows, batch + KSPLIT, team, team % 2, current);
     }

@@ -1,6 +1,6 @@
 // inputs: x constants place keys values
 // outputs: queries
-// template: T BITS GROUP K M HEADS KV_HEADS D ROWS SIMDGROUPS KSPLIT UNROLL NORM INTEGER EPS_BITS HAS_BIAS TRADITIONAL MAGNITUDE_BITS BATCHED
+// template: T BITS GROUP K M HEADS KV_HEADS D ROWS SIMDGROUPS KSPLIT UNROLL QUEUE NORM INTEGER EPS_BITS HAS_BIAS TRADITIONAL MAGNITUDE_BITS BATCHED
 #include "constants.h"
 #include "gemv.h"
 // queries (M, HEADS, D) rotated, and one more row in keys and values (BATCHED ? M : 1, KV_HEADS,
@@ -14,11 +14,13 @@
 // Grid: for each head of q, k and v, one after the other, ceil(D / TILE) threadgroups.
 constexpr int TILE = ROWS * SIMDGROUPS / KSPLIT;
 constexpr int STAGED = gemv_staged<T, BITS, GROUP, K, M, SIMDGROUPS, NORM, INTEGER>();
+constexpr int QUEUED = gemv_queued<T, BITS, GROUP, K, M, ROWS, SIMDGROUPS, UNROLL, QUEUE>();
 constexpr int SUMS = gemv_partial<M, ROWS, SIMDGROUPS, KSPLIT>();
 constexpr int ALL_ROWS = (HEADS + 2 * KV_HEADS) * D;
 constexpr int HEAD_TILES = (D + TILE - 1) / TILE;
 constexpr Parts AT = parts<T, BITS, GROUP, ALL_ROWS, K, HAS_BIAS>();
 threadgroup float4 staged[STAGED];
+threadgroup float4 queued[QUEUED];
 threadgroup float partial[SUMS];
 const float eps = as_type<float>(EPS_BITS);
 const uint head = threadgroup_position_in_grid.x / HEAD_TILES;
@@ -40,9 +42,9 @@ for (int s = 0; s < SHARE; s++) {
   positions[s] = BATCHED ? place[4 + m] : place[4] + int(m);
   frequencies[s] = part<float>(constants, AT.rest + part_words(K * sizeof(T)))[pair];
 }
-gemv<T, BITS, GROUP, K, ALL_ROWS, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, NORM, INTEGER>(
+gemv<T, BITS, GROUP, K, ALL_ROWS, M, ROWS, SIMDGROUPS, KSPLIT, UNROLL, QUEUE, NORM, INTEGER>(
     x, part<T>(constants, AT.rest), eps, constants, part<T>(constants, AT.scales),
-    part<T>(constants, AT.biases), first, first + (TRADITIONAL ? TILE / 2 : D / 2), staged, partial,
+    part<T>(constants, AT.biases), first, first + (TRADITIONAL ? TILE / 2 : D / 2), staged, queued, partial,
     simdgroup_index_in_threadgroup, thread_index_in_simdgroup);
 #pragma unroll
 for (int s = 0; s < SHARE; s++) {

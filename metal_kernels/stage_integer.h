@@ -134,25 +134,29 @@ inline void stage_integer(
   }
 #pragma unroll
   for (int i = 0; i < SHARE; i++) {
-    const int unit = int(simdgroup * 32 + lane) + i * THREADS;
-    const bool live = unit < UNITS;
-    float weights[16];
-    if constexpr (NORM) {
-      load_sixteen<T>(norm_words, unit, live, weights);
-    }
-#pragma unroll
-    for (int m = 0; m < M; m++) {
-      float values[16];
-      load_sixteen<T>(x_words + m * (K / 2), unit, live, values);
+    const int first = int(simdgroup) * 32 + i * THREADS;
+    // Of a small K most simdgroups have none.
+    if (first < UNITS) {
+      const int unit = first + int(lane);
+      const bool live = unit < UNITS;
+      float weights[16];
       if constexpr (NORM) {
-#pragma unroll
-        for (int j = 0; j < 16; j++) {
-          squares[m] += values[j] * values[j];
-          values[j] *= weights[j];
-        }
+        load_sixteen<T>(norm_words, unit, live, weights);
       }
-      stage_sixteen<BITS, GROUP>(
-          values, unit, live, staged + m * (K / 2), facts + m * integer_facts<K, GROUP>());
+#pragma unroll
+      for (int m = 0; m < M; m++) {
+        float values[16];
+        load_sixteen<T>(x_words + m * (K / 2), unit, live, values);
+        if constexpr (NORM) {
+#pragma unroll
+          for (int j = 0; j < 16; j++) {
+            squares[m] += values[j] * values[j];
+            values[j] *= weights[j];
+          }
+        }
+        stage_sixteen<BITS, GROUP>(
+            values, unit, live, staged + m * (K / 2), facts + m * integer_facts<K, GROUP>());
+      }
     }
   }
   if constexpr (NORM) {

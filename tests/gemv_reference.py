@@ -111,6 +111,7 @@ def launch(scheme, op, inputs, outputs, template, shape: GemvShape, tile: GemvTi
         threadgroup=tile.threadgroup,
         output_shapes=[size for size, _ in outputs],
         output_dtypes=[dtype for _, dtype in outputs],
+        threadgroup_memory=99 * 1024,  # the least that a GPU of NVIDIA's has
     )
     for name, array in made.updated.items():
         inputs[name][...] = array
@@ -123,23 +124,30 @@ def check(found: mx.array, wanted: np.ndarray, case: str = "", tolerance: float 
     assert error <= tolerance, f"{case} {found.dtype}: {error:.2e} > {tolerance:.2e}"
 
 
-def cases(scheme: str, shift: int):
+def cases(scheme: str, shift: int, queue: int = 0):
     """Every format, with rows of x, widths, dtypes and tiles that go round as the formats do."""
     packed = [(bits, group) for bits, group in FORMATS if bits < 16]
     for i, (bits, group) in enumerate(packed if scheme == "integer" else FORMATS):
         turn = i + shift
         dtype = DTYPES[turn % (3 if scheme == "lanes" else 2)]
         columns = WIDTHS[group][turn % 4]
-        tile = TILES[scheme][(turn // 2) % 4]
+        tile = replace(TILES[scheme][(turn // 2) % 4], queue=queue)
+        name = f"{scheme}-queue" if queue else scheme
         yield pytest.param(
-            scheme, bits, group, dtype, turn % 4 + 1, columns, tile, id=f"{scheme}-{bits}-{group}"
+            scheme, bits, group, dtype, turn % 4 + 1, columns, tile, id=f"{name}-{bits}-{group}"
         )
 
 
 def all_cases(shift: int):
     return pytest.mark.parametrize(
         ("scheme", "bits", "group", "dtype", "m", "columns", "tile"),
-        [*cases("lanes", shift), *cases("mma", shift + 1), *cases("integer", shift + 2)],
+        [
+            *cases("lanes", shift),
+            *cases("mma", shift + 1),
+            *cases("integer", shift + 2),
+            *cases("mma", shift + 2, queue=shift % 3 + 1),
+            *cases("integer", shift + 3, queue=(shift + 1) % 3 + 1),
+        ],
     )
 
 

@@ -23,6 +23,7 @@ from husky_mlx.kernels import Launch
 from husky_mlx.loading import build_model
 from husky_mlx.ops import embed
 from husky_mlx.ops.gemv import Platform
+from husky_mlx.policy import chain_memory
 from husky_mlx.turns import SIZE, Turns
 
 H200 = replace(chips.parse("sm_90")[0], cores=132)
@@ -72,6 +73,7 @@ class Table:
                 threadgroup=threads,
                 output_shapes=[array.shape for array in launch.outputs.values()],
                 output_dtypes=[array.dtype for array in launch.outputs.values()],
+                threadgroup_memory=chain_memory(H200),
             )
             for name, array in results.updated.items():
                 find(places[name])[...] = array
@@ -96,7 +98,7 @@ def single(monkeypatch, fast_emulator):
         launches[:] = given
         return real_chain(given, results)
 
-    def build(made, given, dtypes):
+    def build(made, given, dtypes, memory):
         tables.append(Table(made, list(launches)))
         return tables[-1]
 
@@ -212,9 +214,20 @@ def test_a_thread_whose_turn_it_is_not_takes_several_launches(single, monkeypatc
     assert not single
 
 
+def test_a_cache_longer_than_was_measured_takes_several_launches(single, monkeypatch):
+    monkeypatch.setattr("husky_mlx.freeze.CHAIN_LONGEST", 64)
+    weights = halves(weights_of(FIX_A), mx.float16)
+    model = build_model(FIX_A, dict(weights))
+    prompt = PROMPT + PROMPT[:20]
+    tokens, cache = decode(model, prompt, 8)
+    assert tokens == expected(FIX_A, in_float32(weights), prompt, 8)
+    # 60 rows of the prompt, then a step for each token.
+    assert cache[0].capacity() > 64 and 0 < len(single) < 8
+
+
 @pytest.mark.parametrize("error", [ChainError("no compiler"), OSError("a full disk")])
 def test_what_cannot_be_chained_is_several_launches_with_one_warning(single, monkeypatch, error):
-    def build(made, given, dtypes):
+    def build(made, given, dtypes, memory):
         raise error
 
     monkeypatch.setattr(single_launch, "_build", build)
@@ -245,7 +258,9 @@ def test_the_text_compiles(single, bits, tmp_path, monkeypatch):
     arrays = [*made.inputs, *[mx.zeros((SIZE,), mx.uint32)] * 3]
     outputs = [*made.outputs, *[mx.zeros((SIZE,), mx.uint32)] * 3]
     signature = single_launch.signature_of(made, arrays, [array.dtype for array in outputs])
-    text = own_text(cuda_chain.translate_chain(made, signature).source, signature, 512)
+    text = own_text(
+        cuda_chain.translate_chain(made, signature, chain_memory(H200)).source, signature, 512
+    )
     (tmp_path / "chain.cu").write_text(text)
     command = ["nvcc", "-cubin", "-arch=sm_90a", "-o", tmp_path / "chain.cubin"]
     done = subprocess.run([*command, tmp_path / "chain.cu"], capture_output=True, text=True)

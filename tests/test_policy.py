@@ -11,8 +11,15 @@ from hypothesis import strategies as st
 
 from husky_mlx import chips
 from husky_mlx.chips import Chip, parse
-from husky_mlx.policy import GEMV_OPS, MAX_THREADS, THREADGROUP_BYTES, chained_tile, policy
-from husky_mlx.tiles import ArgmaxShape, AttentionShape, EmbedShape, GemvShape
+from husky_mlx.policy import (
+    GEMV_OPS,
+    MAX_THREADS,
+    THREADGROUP_BYTES,
+    chain_memory,
+    chained_tile,
+    policy,
+)
+from husky_mlx.tiles import ArgmaxShape, AttentionShape, EmbedShape, GemvShape, GemvTile
 
 NEXT_MAC = chips.detect({"device_name": "Apple M9", "architecture": "applegpu_g21g"})
 CHIPS = [
@@ -97,10 +104,43 @@ def test_simdgroups_share_rows_evenly_whatever_the_width():
             shape = GemvShape(m, n, k, norm=bool(norm))
             for tile in (
                 policy("rms_lm_head", shape, bits, H200),
-                chained_tile("rms_lm_head", shape, bits, H200),
+                chained_tile("rms_lm_head", shape, bits, 64, H200),
             ):
                 assert tile.simdgroups % tile.k_split == 0, (shape, tile)
                 assert tile.rows * tile.simdgroups % (2 * tile.k_split) == 0
+
+
+@pytest.mark.parametrize("capability", ["sm_80", "sm_86", "sm_90", "sm_120"])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 128), (8, 64), (8, 128), (16, 32)])
+def test_what_a_chain_asks_for_ahead_fits_its_memory(capability, bits, group):
+    """The most of a block by the CUDA C++ Programming Guide, less what the table of 126 layers of
+    five kernels takes at 96 bytes each on the chips that have room for it."""
+    chip = parse(capability)[0]
+    most = {"sm_80": 163, "sm_86": 99, "sm_90": 227, "sm_120": 99}[capability] * 1024
+    assert chain_memory(chip) == most
+    for n, k, norm in itertools.product(
+        (576, 2048, 28672, 128256), (576, 2048, 4096, 14336), (0, 1)
+    ):
+        shape = GemvShape(1, n, k, norm=bool(norm))
+        tile = chained_tile("rms_lm_head", shape, bits, group, chip)
+        queue = tile.simdgroups * tile.queue * tile.batch_bytes(bits, group)
+        assert tile.queue >= 1
+        if most > 99 * 1024 or tile.queue > 1:
+            assert tile.threadgroup_bytes(shape) + queue <= most - 48 * 1024, (shape, tile)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "rows", "unroll", "batch"),
+    [
+        # 16 rows of 128 bytes, and 4 scales and 4 biases of 2 bytes for each.
+        (4, 64, 16, 2, 16 * (128 + 16)),
+        # 32 rows of 64 bytes, and of one scale and one bias the word that each takes.
+        (4, 128, 32, 1, 32 * (64 + 8)),
+        (16, 32, 16, 2, 16 * 128),
+    ],
+)
+def test_the_bytes_of_a_batch(bits, group, rows, unroll, batch):
+    assert GemvTile(rows, 16, 1, unroll).batch_bytes(bits, group) == batch
 
 
 def test_a_norm_that_would_not_fit_beside_the_sums_is_done_before():

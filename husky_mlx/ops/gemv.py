@@ -53,7 +53,7 @@ def gemv_tile(
     if (chosen := platform.tiles.get((op, shape, matrix.bits))) is not None:
         return chosen
     if platform.chained:
-        return chained_tile(op, shape, matrix.bits, platform.chip)
+        return chained_tile(op, shape, matrix.bits, matrix.group_size, platform.chip)
     tile = policy(op, shape, matrix.bits, platform.chip)
     assert isinstance(tile, GemvTile)
     return tile

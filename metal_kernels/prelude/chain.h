@@ -19,11 +19,12 @@ constexpr int SHAPE_SIZE = 4;
 // Longer than any phase takes, a debugger's slow ones included: what waits so long waits for ever.
 constexpr unsigned long long PATIENCE = 20000000000ull;  // ns
 
-// What the barrier of the grid needs in shared memory.
+// What the barrier of the grid needs in shared memory; a thread touches its own entries only, so that
+// threads need not wait for each other to use them.
 struct State {
   unsigned long long* counter;
-  unsigned long long target;
-  int pending[MOST_PARTS];  // parts that have not yet waited for the phase before
+  unsigned long long target[THREADS];
+  bool waits[THREADS];  // for the phase before
 };
 
 HUSKY_FUNC State& state() {
@@ -33,6 +34,13 @@ HUSKY_FUNC State& state() {
 
 template <int COUNT> HUSKY_FUNC constexpr int parts_of() {
   return THREADS / COUNT < MOST_PARTS ? THREADS / COUNT : MOST_PARTS;
+}
+
+// threadIdx.x, read anew: what a phase computes of it does not stay in registers over the others.
+HUSKY_FUNC uint thread_of_block() {
+  uint thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
 }
 
 // The barrier of the COUNT threads of a part.
@@ -71,39 +79,39 @@ HUSKY_FUNC void wait_for(const unsigned long long* counter, unsigned long long t
 
 // All threads of a part: waits for the end of the phase before, once; true for the call that did.
 template <int COUNT> HUSKY_FUNC bool ready() {
-  const int part = threadIdx.x / COUNT;
-  if (state().pending[part] == 0) {
+  const uint thread = thread_of_block();
+  if (!state().waits[thread]) {
     return false;
   }
-  const bool leads = threadIdx.x % COUNT == 0;
-  if (leads) {
-    wait_for(state().counter, state().target);
+  if (thread % COUNT == 0) {
+    wait_for(state().counter, state().target[thread]);
   }
   part_barrier<COUNT>();
-  if (leads) {
-    state().pending[part] = 0;
-  }
+  state().waits[thread] = false;
   return true;
 }
 
-// Thread 0, before the first phase. The counter only ever grows, by one for each block and barrier,
-// so that it stands at a multiple of the grid between two launches, and a block that has not arrived
-// yet reads less than a grid beyond that.
+// All threads, before the first phase. The counter only ever grows, by one for each block and
+// barrier, so that it stands at a multiple of the grid between two launches, and a block that has not
+// arrived yet reads less than a grid beyond that.
 HUSKY_FUNC void begin(unsigned long long* counter) {
-  state().counter = counter;
-  state().target = arrived_at(counter) / gridDim.x * gridDim.x;
+  if (threadIdx.x == 0) {
+    state().counter = counter;
+  }
+  state().target[threadIdx.x] = arrived_at(counter) / gridDim.x * gridDim.x;
+  state().waits[threadIdx.x] = false;
 }
 
 // All threads of a block: it has done its share of a phase.
 HUSKY_FUNC void arrive() {
   __syncthreads();
-  if (threadIdx.x == 0) {
+  const uint thread = thread_of_block();
+  if (thread == 0) {
     asm volatile("red.release.gpu.global.add.u64 [%0], 1;" : : "l"(state().counter) : "memory");
-    state().target += gridDim.x;
   }
-  if (threadIdx.x < MOST_PARTS) {
-    state().pending[threadIdx.x] = 1;
-  }
+  state().target[thread] += gridDim.x;
+  state().waits[thread] = true;
+  // What the next phase asks for would stand before the arrival in the way to memory.
   __syncthreads();
 }
 
@@ -116,8 +124,10 @@ struct Arrays {
 
   template <class T> HUSKY_FUNC T* at(int index) const {
     const int found = record[POINTERS + index];
-    return found >= 0 ? reinterpret_cast<T*>(const_cast<void*>(pointers[found]))
-                      : reinterpret_cast<T*>(scratch + size_t(~found) * 256);
+    T* pointer = found >= 0 ? reinterpret_cast<T*>(const_cast<void*>(pointers[found]))
+                            : reinterpret_cast<T*>(scratch + size_t(~found) * 256);
+    __builtin_assume(__isGlobal(pointer));
+    return pointer;
   }
   HUSKY_FUNC const int* shape(int index) const {
     return record + SHAPES + index * SHAPE_SIZE;

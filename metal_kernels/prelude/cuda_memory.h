@@ -16,6 +16,11 @@ HUSKY_FUNC constexpr mem_flags operator|(mem_flags a, mem_flags b) {
 HUSKY_FUNC void threadgroup_barrier(mem_flags) { __syncthreads(); }
 HUSKY_FUNC void simdgroup_barrier(mem_flags) { __syncwarp(); }
 
+// Where threadgroup memory is for an instruction that takes nothing else.
+HUSKY_FUNC uint threadgroup_address(const void* pointer) {
+  return static_cast<uint>(__cvta_generic_to_shared(pointer));
+}
+
 // Casts const away from an input: the buffer is updated in place, as the KV append does.
 template <class T> HUSKY_FUNC T* mutable_input(const T* pointer) {
   return const_cast<T*>(pointer);

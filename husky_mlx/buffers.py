@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -72,6 +73,28 @@ def handles(state: Sequence[Any]) -> tuple[Any, ...]:
     """The same arrays as other Python objects: mlx-lm's caches assign items in place, and who
     holds a state must not see that."""
     return tuple(value[...] if isinstance(value, mx.array) else value for value in state)
+
+
+# Bytes of first buffers that may be one array, which stays until all of them have grown.
+_TOGETHER = 64 << 20
+
+
+def allocate_together(
+    caches: Sequence[CacheBuffers], tokens: int, kv_heads: int, head_dim: int, dtype: mx.Dtype
+) -> None:
+    """First buffers of caches that are all empty, in one array if that is small: a model's first
+    launch instead of two for each layer."""
+    shapes = {(c.sequences(), kv_heads, c.capacity_for(tokens), head_dim) for c in caches}
+    shape = shapes.pop()
+    count = 2 * len(caches)
+    small = count * math.prod(shape) * dtype.size <= _TOGETHER
+    if shapes or not small or not all(cache.empty() for cache in caches):
+        return
+    for cache in caches:
+        check_limit(tokens, cache.limit)
+    whole = mx.contiguous(mx.broadcast_to(_zero_row(head_dim, dtype), (count, *shape)))
+    for i, cache in enumerate(caches):
+        cache._take((whole[2 * i], whole[2 * i + 1]))
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from husky_mlx.buffers import CacheBuffers, check_layout
+from husky_mlx.buffers import CacheBuffers, allocate_together, check_layout
 from husky_mlx.compiled import compiled_if
 from husky_mlx.config import LlamaConfig
 from husky_mlx.fused import ordered
@@ -23,9 +23,9 @@ from husky_mlx.short_prompt import ShortPrompt
 # Bytes of dequantized matrices and of activations that may wait for the GPU. MLX allocates when it
 # hands work over, and would hold those of ten graphs of a hundred operations.
 IN_FLIGHT = 576 << 20
-# Bytes of dequantized matrices worth handing over: each time costs the host about 0.1 ms. Of a long
-# prompt every matrix is, whose product takes longer: beside its activations few bytes may wait.
-PIECE, LONG_PIECE, LONG = 192 << 20, 64 << 20, 1024
+# Bytes of dequantized matrices worth handing over, which costs the host about 0.1 ms each time: a
+# third of what may wait, and of a long prompt, whose products take longer, at least this.
+LEAST_PIECE = 64 << 20
 
 
 class Prefill:
@@ -84,10 +84,11 @@ class Prefill:
         length, start = tokens.shape[1], caches[0].rows()
         rows, frozen = self._padded(length, caches[0])
         shape = (heads.kv_heads, heads.head_dim, matrices.embedding.dtype)
+        allocate_together(caches, rows, *shape)
         slots = [cache.open_rows(rows, *shape) for cache in caches]
         place = make_place(*slots[0], start, None)
-        piece = PIECE if rows < LONG else LONG_PIECE
-        waiting = _Waiting(IN_FLIGHT - rows * products.row_bytes(), piece)
+        room = IN_FLIGHT - rows * products.row_bytes()
+        waiting = _Waiting(room, max(LEAST_PIECE, room // 3))
         # Signed: MLX counts a negative id from the end, and reads outside the table for 2**32 - 1.
         ids = tokens[0].astype(mx.int32)
         x = embed(mx.pad(ids, (0, rows - length)), products.weights.embedding)
@@ -112,9 +113,10 @@ class Prefill:
                 x, qkv = self._between[i](x, attended)
                 waiting.add(x, products.layer_bytes(i, rows))
                 continue
-            x = products.after_attention(i, x, attended, waiting.add)
+            plain = None if final else products.plain(i, rows)
+            x = products.after_attention(i, x, attended, waiting.add, plain)
             if not final:
-                qkv = products.into_attention(i + 1, x)
+                qkv = products.into_attention(i + 1, x, plain)
         x, ordering = ordered(x)
         for cache in caches:
             cache.close_rows(length, ordering)

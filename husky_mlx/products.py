@@ -6,7 +6,7 @@ and multiplied as such. The projections of a layer that share an input are one p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 
@@ -14,7 +14,7 @@ from husky_mlx.config import LlamaConfig
 from husky_mlx.fused import FusedWeights
 from husky_mlx.kernels import Prepared
 from husky_mlx.matrix import Matrix
-from husky_mlx.ops.dequantize import prepare_dequantize
+from husky_mlx.ops.dequantize import alike, prepare_dequantize, prepare_dequantize_four
 from husky_mlx.ops.gemv import Platform
 from husky_mlx.ops.rope_append import norm_rope_append_kernel, rope_append_kernel
 from husky_mlx.ops.swiglu import swiglu_kernel
@@ -22,6 +22,9 @@ from husky_mlx.pack import Fused, Projections, StepWeights
 
 # (result, bytes that the dequantized matrices take until it is computed)
 HandOver = Callable[[mx.array, int], None]
+# Bytes of a layer's dequantized matrices up to which one launch makes all of them: they are there
+# at once then, and a larger layer keeps the GPU busy for longer than its launches the host.
+TOGETHER = 192 << 20
 
 
 class Products:
@@ -42,13 +45,19 @@ class Products:
         self.platform = platform
         self.eps = config.rms_norm_eps
         self._dequantize_from = dequantize_from
-        # By the identity of matrices that this object holds.
+        # By the identity of matrices that this object holds, and by layer.
         self._prepared: dict[int, Prepared] = {}
+        self._prepared_layers: dict[int, Prepared] = {}
 
-    def into_attention(self, i: int, x: mx.array) -> mx.array:
-        """The residual before layer ``i`` -> its q, k and v side by side (L, rows of qkv)."""
+    def into_attention(
+        self, i: int, x: mx.array, plain: Mapping[int, mx.array] | None = None
+    ) -> mx.array:
+        """The residual before layer ``i`` -> its q, k and v side by side (L, rows of qkv).
+
+        ``plain``: matrices that are dequantized already, by their identity.
+        """
         matrix = self.matrices.layers[i].qkv
-        return self._multiply(self.weights.layers[i].qkv, matrix, self._norm(x, matrix))
+        return self._multiply(self.weights.layers[i].qkv, matrix, self._norm(x, matrix), plain)
 
     def rope_append(
         self, i: int, qkv: mx.array, keys: mx.array, values: mx.array, place: mx.array
@@ -58,30 +67,57 @@ class Products:
         layer, heads = self.matrices.layers[i], self.matrices.heads
         where = keys, values, place, self.platform
         if layer.head_norms is None:
-            return rope_append_kernel(qkv, layer.qkv, heads, *where)
-        return norm_rope_append_kernel(
-            qkv, layer.qkv, heads, layer.head_norms, self.eps, *where, prompt=True
-        )
+            queries = rope_append_kernel(qkv, layer.qkv, heads, *where)
+        else:
+            queries = norm_rope_append_kernel(
+                qkv, layer.qkv, heads, layer.head_norms, self.eps, *where
+            )
+        # MLX's attention leaves its result as its queries lie, row by row: no copy for o_proj.
+        return queries[None].swapaxes(1, 2)
 
     def after_attention(
-        self, i: int, x: mx.array, attended: mx.array, hand_over: HandOver
+        self,
+        i: int,
+        x: mx.array,
+        attended: mx.array,
+        hand_over: HandOver,
+        plain: Mapping[int, mx.array] | None = None,
     ) -> mx.array:
-        """The residual before layer ``i`` and its attention (L, heads * head_dim) -> after it."""
+        """The residual before layer ``i`` and its attention (L, heads * head_dim) -> after it.
+
+        ``plain`` as for ``into_attention``.
+        """
         layer, matrices = self.weights.layers[i], self.matrices.layers[i]
         rows = x.shape[0]
-        x = self._multiply_add(layer.o_proj, matrices.o_proj, attended, x)
+        x = self._multiply_add(layer.o_proj, matrices.o_proj, attended, x, plain)
         hand_over(x, self._dequantized_bytes(rows, matrices.qkv, matrices.o_proj))
-        gate_up = self._multiply(layer.gate_up, matrices.gate_up, self._norm(x, matrices.gate_up))
+        normed = self._norm(x, matrices.gate_up)
+        gate_up = self._multiply(layer.gate_up, matrices.gate_up, normed, plain)
         activated = swiglu_kernel(gate_up, self.platform)
         hand_over(activated, self._dequantized_bytes(rows, matrices.gate_up))
-        x = self._multiply_add(layer.down_proj, matrices.down_proj, activated, x)
+        x = self._multiply_add(layer.down_proj, matrices.down_proj, activated, x, plain)
         hand_over(x, self._dequantized_bytes(rows, matrices.down_proj))
         return x
 
     def between(self, i: int, x: mx.array, attended: mx.array) -> tuple[mx.array, mx.array]:
         """From the attention of layer ``i`` to that of the next: the residual between, and qkv."""
-        x = self.after_attention(i, x, attended, lambda result, held: None)
-        return x, self.into_attention(i + 1, x)
+        plain = self.plain(i, x.shape[0])
+        x = self.after_attention(i, x, attended, lambda result, held: None, plain)
+        return x, self.into_attention(i + 1, x, plain)
+
+    def plain(self, i: int, rows: int) -> dict[int, mx.array]:
+        """The matrices between the attention of layer ``i`` and that of the next, dequantized in
+        one launch, where ``rows`` of x ask for all and it is worth it; by their identity."""
+        layer = self.matrices.layers[i]
+        matrices = layer.o_proj, layer.gate_up, layer.down_proj, self.matrices.layers[i + 1].qkv
+        each = [self._dequantized_bytes(rows, matrix) for matrix in matrices]
+        if not (all(each) and sum(each) <= TOGETHER and alike(matrices)):
+            return {}
+        prepared = self._prepared_layers.get(i)
+        if prepared is None:
+            prepared = prepare_dequantize_four(matrices, self.platform)
+            self._prepared_layers[i] = prepared
+        return {id(matrix): plain for matrix, plain in zip(matrices, prepared(), strict=True)}
 
     def head(self, x: mx.array) -> mx.array:
         """The last residual -> logits (L, vocabulary). Never dequantized: a vocabulary of 128,256
@@ -107,22 +143,33 @@ class Products:
         """RMS norm by the weights beside a matrix: in its dtype, whatever the checkpoint's is."""
         return mx.fast.rms_norm(x, matrix.norm, self.eps)
 
-    def _multiply(self, fused: Projections, matrix: Matrix, x: mx.array) -> mx.array:
+    def _multiply(
+        self,
+        fused: Projections,
+        matrix: Matrix,
+        x: mx.array,
+        plain: Mapping[int, mx.array] | None,
+    ) -> mx.array:
         """x (L, in) times the whole matrix -> (L, out)."""
         assert isinstance(fused, Fused)  # others make no Matrix
         if not self._dequantized_bytes(x.shape[0], matrix):
             return fused.multiply(x)
-        y = x @ self._dequantized(matrix).T
+        y = x @ self._dequantized(matrix, plain).T
         return y if fused.bias is None else y + fused.bias
 
     def _multiply_add(
-        self, fused: Projections, matrix: Matrix, x: mx.array, residual: mx.array
+        self,
+        fused: Projections,
+        matrix: Matrix,
+        x: mx.array,
+        residual: mx.array,
+        plain: Mapping[int, mx.array] | None,
     ) -> mx.array:
         """``residual`` (L, out) + x (L, in) times the matrix."""
         assert isinstance(fused, Fused)
         weight = None
         if self._dequantized_bytes(x.shape[0], matrix):
-            weight = self._dequantized(matrix)
+            weight = self._dequantized(matrix, plain)
         elif fused.scales is None:
             weight = fused.weight
         if weight is None:
@@ -131,7 +178,9 @@ class Products:
         y = mx.addmm(residual, x, weight.T)
         return y if fused.bias is None else y + fused.bias
 
-    def _dequantized(self, matrix: Matrix) -> mx.array:
+    def _dequantized(self, matrix: Matrix, plain: Mapping[int, mx.array] | None) -> mx.array:
+        if plain:
+            return plain[id(matrix)]
         prepared = self._prepared.get(id(matrix))
         if prepared is None:
             prepared = self._prepared[id(matrix)] = prepare_dequantize(matrix, self.platform)

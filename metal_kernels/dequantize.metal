@@ -1,52 +1,8 @@
 // inputs: constants
 // outputs: weight
 // template: T BITS GROUP N K UNROLL
-#include "constants.h"
-#include "words.h"
-// weight (N, K) in T: the matrix of constants.h, of 4 or 8 bit, dequantized for a product of many
-// rows. A thread takes UNROLL times eight values, a threadgroup's width apart: so many loads are in
-// flight and every one of them is of whole lines. T has 16 bits, or is float.
-constexpr Parts AT = parts<T, BITS, GROUP, N, K, false>();
-constexpr int WORDS = BITS / 4;
-const size_t width = threads_per_threadgroup.x;
-const size_t first = threadgroup_position_in_grid.x * width * UNROLL + thread_position_in_threadgroup.x;
-uint codes[UNROLL][WORDS];
-float scales[UNROLL];
-float biases[UNROLL];
-#pragma unroll
-for (int u = 0; u < UNROLL; u++) {
-  const size_t at = first + u * width;
-  if (at < size_t(N) * K / 8) {
-#pragma unroll
-    for (int i = 0; i < WORDS; i++) {
-      codes[u][i] = constants[at * WORDS + i];
-    }
-    scales[u] = float(part<T>(constants, AT.scales)[at * 8 / GROUP]);
-    biases[u] = float(part<T>(constants, AT.biases)[at * 8 / GROUP]);
-  }
-}
-#pragma unroll
-for (int u = 0; u < UNROLL; u++) {
-  const size_t at = first + u * width;
-  if (at < size_t(N) * K / 8) {
-    float values[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const uint code = (codes[u][i * BITS / 32] >> (i * BITS % 32)) & ((1u << BITS) - 1u);
-      values[i] = float(code) * scales[u] + biases[u];
-    }
-    if constexpr (sizeof(T) == 2) {
-      vec<uint, 4> words;
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        words[i] = pair_word<T>(values[2 * i], values[2 * i + 1]);
-      }
-      reinterpret_cast<device vec<uint, 4>*>(weight)[at] = words;
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; i++) {
-        weight[at * 8 + i] = T(values[i]);
-      }
-    }
-  }
-}
+#include "dequantize_share.h"
+// weight (N, K) in T: a matrix dequantized. Grid: threads of UNROLL times eight values.
+dequantize_share<T, BITS, GROUP, N, K, UNROLL>(
+    constants, weight, threadgroup_position_in_grid.x, thread_position_in_threadgroup.x,
+    threads_per_threadgroup.x);

@@ -1,10 +1,10 @@
 // inputs: qkv constants q_norm k_norm place keys values
 // outputs: queries
-// template: T BITS GROUP K HEADS KV_HEADS D HAS_BIAS EPS_BITS TRADITIONAL MAGNITUDE_BITS BATCHED BY_HEAD
+// template: T BITS GROUP K HEADS KV_HEADS D HAS_BIAS EPS_BITS TRADITIONAL MAGNITUDE_BITS BATCHED
 #include "constants.h"
 #include "rope.h"
 // rope_append with an RMS norm of each head of q and of k before the rotation: q_norm, k_norm (D,),
-// all T. queries are (HEADS, L, D) with BY_HEAD, else (L, HEADS, D). The L rows of one sequence go to
+// all T. queries are (L, HEADS, D). The L rows of one sequence go to
 // place[0], place[0] + 1, ... at the positions from place[4] on; those of a batch (BATCHED) all to
 // place[0] of their own sequence, at the positions place[4], place[5], ...
 // EPS_BITS: the norm's float32 epsilon as an integer. A simdgroup takes a head of a row, a lane four
@@ -45,8 +45,7 @@ if (live) {
     rotate_four<TRADITIONAL, MAGNITUDE_BITS>(
         pairs, frequencies + 4 * quad, float(BATCHED ? place[4 + row] : place[4] + row));
   }
-  device T* target =
-      queries + (BY_HEAD ? size_t(head) * length + row : size_t(row) * HEADS + head) * D;
+  device T* target = queries + (size_t(row) * HEADS + head) * D;
   if (head >= HEADS) {
     const int kv_head = (head - HEADS) % KV_HEADS + (BATCHED ? row * KV_HEADS : 0);
     const size_t kv_row = size_t(kv_head) * keys_shape[2] + place[0] + (BATCHED ? 0 : row);

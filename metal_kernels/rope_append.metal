@@ -3,7 +3,7 @@
 // template: T BITS GROUP K HEADS KV_HEADS D HAS_BIAS TRADITIONAL MAGNITUDE_BITS
 #include "constants.h"
 #include "rope.h"
-// A prompt's projections (L, (HEADS + 2 KV_HEADS) D): queries (HEADS, L, D) and keys rotated, keys
+// A prompt's projections (L, (HEADS + 2 KV_HEADS) D): queries (L, HEADS, D) and keys rotated, keys
 // and values written in place to keys and values (1, KV_HEADS, capacity, D), from the slot on that
 // place int32 (16,) begins with; place[4] is the position of the first row. constants: those of the
 // projections, for the frequencies after its norm (K,). Whoever reads the cache takes `queries` as an
@@ -23,7 +23,7 @@ if (at < length * ALL_HEADS * QUADS) {
     const device float* frequencies = part<float>(constants, AT.rest + part_words(K * sizeof(T)));
     rotate_four<TRADITIONAL, MAGNITUDE_BITS>(pairs, frequencies + 4 * quad, float(place[4] + row));
   }
-  device T* target = queries + (size_t(head) * length + row) * D;
+  device T* target = queries + (size_t(row) * HEADS + head) * D;
   if (head >= HEADS) {
     const size_t kv_row = size_t((head - HEADS) % KV_HEADS) * keys_shape[2] + place[0] + row;
     target = (head < HEADS + KV_HEADS ? mutable_input(keys) : mutable_input(values)) + kv_row * D;

@@ -10,7 +10,7 @@ from test_kernels_gemv import rotated
 
 from husky_mlx import chips
 from husky_mlx.matrix import Heads, Matrix
-from husky_mlx.ops.dequantize import dequantize_kernel
+from husky_mlx.ops.dequantize import dequantize_kernel, prepare_dequantize_four
 from husky_mlx.ops.gemv import Platform
 from husky_mlx.ops.rope_append import norm_rope_append_kernel, rope_append_kernel
 from husky_mlx.ops.swiglu import swiglu_kernel
@@ -36,6 +36,32 @@ def test_a_matrix_written_out(bits, group, rows, columns, dtype):
     found = dequantize_kernel(matrix(weights, rows, columns, bits, group, dtype), PLATFORM)
     assert found.dtype == dtype
     check(found, weights.exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 64), (8, 64)])
+def test_four_matrices_written_out_at_once(bits, group, dtype):
+    """Of several threadgroups, of a part of one, of exactly one."""
+    rng = np.random.default_rng(bits)
+    sizes = [(150, 192), (3, 64), (128, 64), (65, 128)]
+    weights = [random_weights(rng, *size, bits, group, dtype) for size in sizes]
+    made = [
+        matrix(each, *size, bits, group, dtype) for each, size in zip(weights, sizes, strict=True)
+    ]
+    for found, each in zip(prepare_dequantize_four(made, PLATFORM)(), weights, strict=True):
+        assert found.dtype == dtype
+        check(found, each.exact)
+
+
+def test_matrices_that_differ_are_not_written_out_at_once():
+    rng = np.random.default_rng(0)
+    made = [
+        matrix(random_weights(rng, 8, 64, bits, 32, mx.float16), 8, 64, bits, 32, mx.float16)
+        for bits in (4, 4, 8, 4)
+    ]
+    for matrices in (made, made[:2]):
+        with pytest.raises(ValueError, match="takes four matrices quantized alike"):
+            prepare_dequantize_four(matrices, PLATFORM)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,7 +97,7 @@ def test_rope_and_append(length, heads, kv_heads, head_dim, traditional, has_bia
     y = exact(qkv).reshape(length, -1, head_dim)
     if normed:
         norms = normal(rng, (head_dim,), dtype, 0.3, 1.0), normal(rng, (head_dim,), dtype)
-        queries = norm_rope_append_kernel(qkv, made, described, norms, EPS, *where, prompt=True)
+        queries = norm_rope_append_kernel(qkv, made, described, norms, EPS, *where)
         y = normed_heads(y, heads, norms)
     else:
         queries = rope_append_kernel(qkv, made, described, *where)
@@ -80,8 +106,8 @@ def test_rope_and_append(length, heads, kv_heads, head_dim, traditional, has_bia
     turned = rotated(y[:, : heads + kv_heads], angles, traditional)
     wanted_keys[0, :, slot : slot + length] = turned[:, heads:].swapaxes(0, 1)
     wanted_values[0, :, slot : slot + length] = y[:, heads + kv_heads :].swapaxes(0, 1)
-    assert queries.shape == (1, heads, length, head_dim)
-    check(queries, turned[None, :, :heads].swapaxes(1, 2))
+    assert queries.shape == (length, heads, head_dim)
+    check(queries, turned[:, :heads])
     check(keys, wanted_keys)
     np.testing.assert_array_equal(exact(values), wanted_values)
     untouched = np.ones(capacity, bool)

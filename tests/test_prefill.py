@@ -152,7 +152,7 @@ def test_little_may_be_in_flight(emulated, monkeypatch):
     """Then one piece is, and the result is the same."""
     emulated(1)
     monkeypatch.setattr(prefill, "IN_FLIGHT", 1)
-    monkeypatch.setattr(prefill, "PIECE", 1)
+    monkeypatch.setattr(prefill, "LEAST_PIECE", 1)
     most, add = [], prefill._Waiting.add
 
     def counted(self, result, held):

@@ -21,7 +21,7 @@ def rope_append_kernel(
     place: mx.array,
     platform: Platform,
 ) -> mx.array:
-    """Projections (L, rows of ``matrix``) -> queries (1, heads, L, head_dim), rotated.
+    """Projections (L, rows of ``matrix``) -> queries (L, heads, head_dim), rotated.
 
     ``keys`` and ``values`` (1, kv_heads, capacity, head_dim) gain L rows in place from the slot of
     ``place`` on (see ``places.py``). Who reads the buffers must take the queries as an input too.
@@ -36,7 +36,7 @@ def rope_append_kernel(
             "keys": keys,
             "values": values,
         },
-        [((1, heads.heads, length, heads.head_dim), matrix.dtype)],
+        [((length, heads.heads, heads.head_dim), matrix.dtype)],
         _template(matrix, heads),
         *flat(length * (heads.heads + 2 * heads.kv_heads) * heads.head_dim // 8),
         platform.backend,
@@ -56,16 +56,12 @@ def norm_rope_append_kernel(
     platform: Platform,
     *,
     batched: bool = False,
-    prompt: bool = False,
 ) -> mx.array:
     """The same with an RMS norm of each head of q and of k first, by ``head_norms`` (head_dim,).
 
-    Queries are (L, heads, head_dim), for a ``prompt`` (1, heads, L, head_dim). ``batched``: a row
-    is a sequence's, with its own position, and all go to the slot of ``place``.
+    ``batched``: a row is a sequence's, with its own position, and all go to the slot of ``place``.
     """
     length = qkv.shape[0]
-    by_row = (length, heads.heads, heads.head_dim)
-    by_head = (1, heads.heads, length, heads.head_dim)
     q_norm, k_norm = head_norms
     (queries,) = launch(
         "norm_rope_append",
@@ -78,12 +74,11 @@ def norm_rope_append_kernel(
             "keys": keys,
             "values": values,
         },
-        [(by_head if prompt else by_row, matrix.dtype)],
+        [((length, heads.heads, heads.head_dim), matrix.dtype)],
         {
             **_template(matrix, heads),
             "EPS_BITS": float_bits(eps),
             "BATCHED": batched,
-            "BY_HEAD": prompt,
         },
         *flat(length * (heads.heads + 2 * heads.kv_heads) * 32),
         platform.backend,

@@ -19,6 +19,7 @@ from mlx_lm.models import cache as stock
 
 from husky_mlx import buffers
 from husky_mlx.cache import BatchKVCache, KVCache, RotatingKVCache, adopt
+from husky_mlx.errors import ContextLimitError
 from husky_mlx.freeze import DecodeStep
 from husky_mlx.places import SLOT, advance
 from husky_mlx.plan import Plan
@@ -169,6 +170,65 @@ def test_steps_append_and_nothing_is_evaluated_or_copied_by_them(writer, copies)
     assert len(writer.pending) == 20 and not copies
     assert contents(held(caches)) == list(range(1, 24))
     assert not writer.pending
+
+
+def begun_together(tokens=3, count=3, make=KVCache):
+    caches = [make() for _ in range(count)]
+    buffers.allocate_together(caches, tokens, HEADS, DIM, mx.float32)
+    return caches
+
+
+def test_buffers_that_begin_in_one_array_are_written_apart(writer):
+    """Each as far as it reaches; growth and copies take nothing from the others."""
+    caches = begun_together()
+    sides = [side for cache in caches for side in cache.buffers()]
+    room = caches[0].capacity()
+    assert {side.shape for side in sides} == {(1, HEADS, room, DIM)}
+    for number, side in enumerate(sides):
+        memory = np.asarray(side)
+        assert memory.flags.c_contiguous and not memory.any()
+        memory[...] = number + 1
+    for cache in caches:
+        cache.end_step(3, 3)
+    copied = copy.deepcopy(caches[1])
+    np.asarray(copied.buffers()[0])[...] = 9
+    caches[0].grow(room + 1, 3)
+    for number, cache in enumerate(caches):
+        for side, wanted in zip(cache.buffers(), (2 * number + 1, 2 * number + 2), strict=True):
+            assert (np.asarray(side)[:, :, :3] == wanted).all()
+    assert caches[0].capacity() > room and not np.asarray(caches[0].buffers()[0])[:, :, 3:].any()
+
+
+def test_steps_on_buffers_that_begin_in_one_array(writer, copies):
+    step, caches = step_of(writer), [KVCache() for _ in range(LAYERS)]
+    step.allocate(caches)
+    advance_by(step, caches, 5, 6, 7)
+    assert contents(held(caches)) == [5, 6, 7]
+    assert not copies
+
+
+def test_only_small_buffers_of_one_shape_begin_in_one_array(monkeypatch):
+    different = [KVCache(), KVCache()]
+    different[1].expect(1000)
+    buffers.allocate_together(different, 3, HEADS, DIM, mx.float32)
+    assert all(cache.empty() for cache in different)
+    begun = [KVCache(), *begun_together(count=1)]
+    buffers.allocate_together(begun, 3, HEADS, DIM, mx.float32)
+    assert begun[0].empty()
+    three = 6 * HEADS * begun[1].capacity() * DIM * 4
+    monkeypatch.setattr(buffers, "_TOGETHER", three - 1)
+    assert all(cache.empty() for cache in begun_together())
+    assert not any(cache.empty() for cache in begun_together(count=2))
+
+
+def test_a_limit_holds_where_buffers_begin_in_one_array():
+    def limited():
+        cache = KVCache()
+        cache.limit = 2
+        return cache
+
+    with pytest.raises(ContextLimitError, match="3 tokens do not fit max_context=2"):
+        begun_together(make=limited)
 
 
 def test_several_tokens_in_one_step(writer):

@@ -81,7 +81,7 @@ RUNS = {
     "husky bench --shape NAME -p 1024 -g 512 -n 5 --engines husky,mlx-lm,mlx-lm-loop": Run(
         "decode, tok/s", "-p 2 -g 2 -n 1 --engines husky", SHAPE
     ),
-    "husky bench --shape llama-3.2-1b --bits 16 -p 1024 -g 512 -n 5 --engines mlx-lm,husky": Run(
+    "husky bench --shape llama-3.2-1b --bits 16 -p 1024 -g 512 -n 3 --engines husky,mlx-lm": Run(
         "decode, tok/s", "-p 2 -g 2 -n 1 --engines husky", SMALLER
     ),
     "husky bench --shape llama-3.1-8b -p 128,1024,4096 -g 16 -n 5 "

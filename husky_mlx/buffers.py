@@ -93,8 +93,10 @@ def allocate_together(
     for cache in caches:
         check_limit(tokens, cache.limit)
     whole = mx.contiguous(mx.broadcast_to(_zero_row(head_dim, dtype), (count, *shape)))
-    for i, cache in enumerate(caches):
-        cache._take((whole[2 * i], whole[2 * i + 1]))
+    # Views: an index would gather.
+    parts = [part.squeeze(0) for part in mx.split(whole, count)]
+    for cache, keys, values in zip(caches, parts[::2], parts[1::2], strict=True):
+        cache._take((keys, values))
 
 
 @functools.cache

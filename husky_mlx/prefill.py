@@ -109,14 +109,14 @@ class Prefill:
                 first = length - 1 if last else 0
                 queries, x = queries[:, :, first:length], x[first:length]
             attended = _attend(queries, keys[:, :, :end], values[:, :, :end], self._scale)
-            if frozen and not final:
-                x, qkv = self._between[i](x, attended)
+            if not final and (frozen or products.one_dequantization(i, rows)):
+                between = self._between[i] if frozen else functools.partial(products.between, i)
+                x, qkv = between(x, attended)
                 waiting.add(x, products.layer_bytes(i, rows))
                 continue
-            plain = None if final else products.plain(i, rows)
-            x = products.after_attention(i, x, attended, waiting.add, plain)
+            x = products.after_attention(i, x, attended, waiting.add)
             if not final:
-                qkv = products.into_attention(i + 1, x, plain)
+                qkv = products.into_attention(i + 1, x)
         x, ordering = ordered(x)
         for cache in caches:
             cache.close_rows(length, ordering)

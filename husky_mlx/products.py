@@ -6,7 +6,7 @@ and multiplied as such. The projections of a layer that share an input are one p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import mlx.core as mx
 
@@ -50,11 +50,12 @@ class Products:
         self._prepared_layers: dict[int, Prepared] = {}
 
     def into_attention(
-        self, i: int, x: mx.array, plain: Mapping[int, mx.array] | None = None
+        self, i: int, x: mx.array, plain: dict[int, mx.array] | None = None
     ) -> mx.array:
         """The residual before layer ``i`` -> its q, k and v side by side (L, rows of qkv).
 
-        ``plain``: matrices that are dequantized already, by their identity.
+        ``plain``: matrices that are dequantized already, by their identity; what is used is
+        taken out.
         """
         matrix = self.matrices.layers[i].qkv
         return self._multiply(self.weights.layers[i].qkv, matrix, self._norm(x, matrix), plain)
@@ -81,7 +82,7 @@ class Products:
         x: mx.array,
         attended: mx.array,
         hand_over: HandOver,
-        plain: Mapping[int, mx.array] | None = None,
+        plain: dict[int, mx.array] | None = None,
     ) -> mx.array:
         """The residual before layer ``i`` and its attention (L, heads * head_dim) -> after it.
 
@@ -101,23 +102,16 @@ class Products:
 
     def between(self, i: int, x: mx.array, attended: mx.array) -> tuple[mx.array, mx.array]:
         """From the attention of layer ``i`` to that of the next: the residual between, and qkv."""
-        plain = self.plain(i, x.shape[0])
+        plain = self._plain(i) if self.one_dequantization(i, x.shape[0]) else None
         x = self.after_attention(i, x, attended, lambda result, held: None, plain)
         return x, self.into_attention(i + 1, x, plain)
 
-    def plain(self, i: int, rows: int) -> dict[int, mx.array]:
-        """The matrices between the attention of layer ``i`` and that of the next, dequantized in
-        one launch, where ``rows`` of x ask for all and it is worth it; by their identity."""
-        layer = self.matrices.layers[i]
-        matrices = layer.o_proj, layer.gate_up, layer.down_proj, self.matrices.layers[i + 1].qkv
+    def one_dequantization(self, i: int, rows: int) -> bool:
+        """Whether the matrices between the attention of layer ``i`` and that of the next are
+        dequantized for ``rows`` rows of x, and one launch for all is possible and worth it."""
+        matrices = self._matrices_between(i)
         each = [self._dequantized_bytes(rows, matrix) for matrix in matrices]
-        if not (all(each) and sum(each) <= TOGETHER and alike(matrices)):
-            return {}
-        prepared = self._prepared_layers.get(i)
-        if prepared is None:
-            prepared = prepare_dequantize_four(matrices, self.platform)
-            self._prepared_layers[i] = prepared
-        return {id(matrix): plain for matrix, plain in zip(matrices, prepared(), strict=True)}
+        return all(each) and sum(each) <= TOGETHER and alike(matrices)
 
     def head(self, x: mx.array) -> mx.array:
         """The last residual -> logits (L, vocabulary). Never dequantized: a vocabulary of 128,256
@@ -143,12 +137,25 @@ class Products:
         """RMS norm by the weights beside a matrix: in its dtype, whatever the checkpoint's is."""
         return mx.fast.rms_norm(x, matrix.norm, self.eps)
 
+    def _matrices_between(self, i: int) -> tuple[Matrix, ...]:
+        layer, following = self.matrices.layers[i : i + 2]
+        return layer.o_proj, layer.gate_up, layer.down_proj, following.qkv
+
+    def _plain(self, i: int) -> dict[int, mx.array]:
+        """Those matrices, dequantized in one launch, by their identity."""
+        matrices = self._matrices_between(i)
+        prepared = self._prepared_layers.get(i)
+        if prepared is None:
+            prepared = prepare_dequantize_four(matrices, self.platform)
+            self._prepared_layers[i] = prepared
+        return {id(matrix): plain for matrix, plain in zip(matrices, prepared(), strict=True)}
+
     def _multiply(
         self,
         fused: Projections,
         matrix: Matrix,
         x: mx.array,
-        plain: Mapping[int, mx.array] | None,
+        plain: dict[int, mx.array] | None,
     ) -> mx.array:
         """x (L, in) times the whole matrix -> (L, out)."""
         assert isinstance(fused, Fused)  # others make no Matrix
@@ -163,7 +170,7 @@ class Products:
         matrix: Matrix,
         x: mx.array,
         residual: mx.array,
-        plain: Mapping[int, mx.array] | None,
+        plain: dict[int, mx.array] | None,
     ) -> mx.array:
         """``residual`` (L, out) + x (L, in) times the matrix."""
         assert isinstance(fused, Fused)
@@ -178,9 +185,9 @@ class Products:
         y = mx.addmm(residual, x, weight.T)
         return y if fused.bias is None else y + fused.bias
 
-    def _dequantized(self, matrix: Matrix, plain: Mapping[int, mx.array] | None) -> mx.array:
+    def _dequantized(self, matrix: Matrix, plain: dict[int, mx.array] | None) -> mx.array:
         if plain:
-            return plain[id(matrix)]
+            return plain.pop(id(matrix))
         prepared = self._prepared.get(id(matrix))
         if prepared is None:
             prepared = self._prepared[id(matrix)] = prepare_dequantize(matrix, self.platform)

@@ -6,9 +6,9 @@
 // that the GPU is done with sooner than the host with their launches. Grid: threadgroups of THREADS
 // for each matrix, one matrix after the other.
 constexpr uint SHARE = THREADS * UNROLL * 8;
-constexpr uint END_0 = (uint(N_0) * K_0 + SHARE - 1) / SHARE;
-constexpr uint END_1 = END_0 + (uint(N_1) * K_1 + SHARE - 1) / SHARE;
-constexpr uint END_2 = END_1 + (uint(N_2) * K_2 + SHARE - 1) / SHARE;
+constexpr uint END_0 = (size_t(N_0) * K_0 + SHARE - 1) / SHARE;
+constexpr uint END_1 = END_0 + (size_t(N_1) * K_1 + SHARE - 1) / SHARE;
+constexpr uint END_2 = END_1 + (size_t(N_2) * K_2 + SHARE - 1) / SHARE;
 const uint tile = threadgroup_position_in_grid.x;
 const uint thread_index = thread_position_in_threadgroup.x;
 if (tile < END_0) {

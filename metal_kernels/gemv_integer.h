@@ -109,15 +109,10 @@ inline void gemv_integer(
 
   // Asked for before x is staged, which takes as long as the trip to memory.
   MmaBatch<Shape, UNROLL, TILES> current;
-  MmaQueue<T> queue;
+  constexpr int SLOT = MmaSlot<T, BITS, GROUP, K, M, UNROLL, TILES>::VECTORS;
+  const MmaQueue<T> queue =
+      queue_of<T, SLOT, QUEUE>(queued, weight, scales, biases, first, second, simdgroup);
   if constexpr (QUEUE > 0) {
-    constexpr int SLOT = MmaSlot<T, BITS, GROUP, K, M, UNROLL, TILES>::VECTORS;
-    queue.slots = reinterpret_cast<threadgroup vec<uint, 4>*>(queued) + simdgroup * (QUEUE * SLOT);
-    queue.weight = weight;
-    queue.scales = scales;
-    queue.biases = biases;
-    queue.first = first;
-    queue.second = second;
     ask_ahead<T, BITS, GROUP, K, N, M, UNROLL, TILES, KSPLIT, QUEUE, false>(
         queue, simdgroup, lane);
   } else if (BATCHES >= KSPLIT || part < BATCHES) {

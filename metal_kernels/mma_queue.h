@@ -37,13 +37,33 @@ struct MmaQueue {
   uint second;
 };
 
+template <typename T, int SLOT, int QUEUE>
+inline MmaQueue<T> queue_of(
+    threadgroup float4* queued,
+    const device uint* weight,
+    const device T* scales,
+    const device T* biases,
+    uint first,
+    uint second,
+    uint simdgroup) {
+  MmaQueue<T> queue;
+  queue.slots = reinterpret_cast<threadgroup vec<uint, 4>*>(queued) + simdgroup * (QUEUE * SLOT);
+  queue.weight = weight;
+  queue.scales = scales;
+  queue.biases = biases;
+  queue.first = first;
+  queue.second = second;
+  return queue;
+}
+
 // Row `line` of the eight of load i. Rows past the matrix read its last one.
 template <typename T, int N>
 inline uint queue_row(const thread MmaQueue<T>& queue, int i, uint line) {
   return min((i % 2 == 0 ? queue.first : queue.second) + i / 2 * 8 + line, uint(N - 1));
 }
 
-// Asks for a batch, or for nothing if there is none. The lanes copy a row's bytes side by side.
+// Asks for a batch, or for nothing past the last: zeros that nobody waits for might come late. The lanes
+// copy a row's bytes side by side.
 template <typename T, int BITS, int GROUP, int K, int N, int M, int UNROLL, int TILES>
 inline void ask_batch(const thread MmaQueue<T>& queue, int slot, int batch, uint lane) {
   typedef MmaSlot<T, BITS, GROUP, K, M, UNROLL, TILES> Slot;
@@ -51,44 +71,45 @@ inline void ask_batch(const thread MmaQueue<T>& queue, int slot, int batch, uint
   constexpr int BATCHES = (K + Shape::BATCH - 1) / Shape::BATCH;
   constexpr int ROW_VECTORS = UNROLL * 4;
   constexpr int AT_ONCE = 32 / ROW_VECTORS;
-  static_assert(AT_ONCE > 0, "a batch of a row must not be longer than a simdgroup copies at once");
+  static_assert(32 % ROW_VECTORS == 0, "UNROLL must be 1, 2, 4 or 8");
   threadgroup uint* out =
       reinterpret_cast<threadgroup uint*>(queue.slots + slot * Slot::VECTORS);
-  const bool live = batch < BATCHES;
-  const int vector = int(lane) % ROW_VECTORS;
-  const int chunk = vector / 4;
-  const bool inside = Shape::WHOLE || batch * Shape::BATCH + vector * Shape::VALUES < K;
+  if (batch < BATCHES) {
+    const int vector = int(lane) % ROW_VECTORS;
+    const int chunk = vector / 4;
+    const bool inside = Shape::WHOLE || batch * Shape::BATCH + vector * Shape::VALUES < K;
 #pragma unroll
-  for (int j = 0; j < TILES * 16 / AT_ONCE; j++) {
-    const int i = j * AT_ONCE / 8;
-    const uint line = j * AT_ONCE % 8 + lane / ROW_VECTORS;
-    const uint row = queue_row<T, N>(queue, i, line);
-    const uint place = queue_place(line * 4 + vector % 4, chunk);
-    copy_ahead<16>(
-        out + ((chunk * TILES * 2 + i) * 32 + int(place)) * 4,
-        queue.weight + (row * (K * BITS / 32) + uint(batch * ROW_VECTORS + vector) * 4),
-        live && inside);
-  }
-  if constexpr (BITS < 16) {
-    const uint entry = uint(batch * Shape::BATCH) / GROUP;
-    // The upper half of the lanes copies the biases.
-    const device T* entries = lane < 16 ? queue.scales : queue.biases;
+    for (int j = 0; j < TILES * 16 / AT_ONCE; j++) {
+      const int i = j * AT_ONCE / 8;
+      const uint line = j * AT_ONCE % 8 + lane / ROW_VECTORS;
+      const uint row = queue_row<T, N>(queue, i, line);
+      const uint place = queue_place(line * 4 + vector % 4, chunk);
+      copy_ahead<16>(
+          out + ((chunk * TILES * 2 + i) * 32 + int(place)) * 4,
+          queue.weight + (row * (K * BITS / 32) + uint(batch * ROW_VECTORS + vector) * 4),
+          inside);
+    }
+    if constexpr (BITS < 16) {
+      const uint entry = uint(batch * Shape::BATCH) / GROUP;
+      // The upper half of the lanes copies the biases.
+      const device T* entries = lane < 16 ? queue.scales : queue.biases;
 #pragma unroll
-    for (int i = 0; i < TILES; i++) {
-      const uint first =
-          queue_row<T, N>(queue, i * 2 + int(lane) / 8 % 2, lane % 8) * (K / GROUP);
-      threadgroup uint* out_row =
-          out + Slot::WEIGHTS * 4 +
-          ((int(lane) / 16 * TILES + i) * 16 + int(lane) % 16) * Slot::ROW_WORDS;
-      if constexpr (Slot::WHOLE) {
-        copy_ahead<Slot::ENTRIES * 2>(out_row, entries + (first + entry), live);
-      } else if (live) {
-        const device ushort* halves = reinterpret_cast<const device ushort*>(entries) + first;
+      for (int i = 0; i < TILES; i++) {
+        const uint first =
+            queue_row<T, N>(queue, i * 2 + int(lane) / 8 % 2, lane % 8) * (K / GROUP);
+        threadgroup uint* out_row =
+            out + Slot::WEIGHTS * 4 +
+            ((int(lane) / 16 * TILES + i) * 16 + int(lane) % 16) * Slot::ROW_WORDS;
+        if constexpr (Slot::WHOLE) {
+          copy_ahead<Slot::ENTRIES * 2>(out_row, entries + (first + entry), true);
+        } else {
+          const device ushort* halves = reinterpret_cast<const device ushort*>(entries) + first;
 #pragma unroll
-        for (int w = 0; w < Slot::ROW_WORDS; w++) {
-          const uint low = halves[min(entry + 2 * w, uint(K / GROUP - 1))];
-          const uint high = halves[min(entry + 2 * w + 1, uint(K / GROUP - 1))];
-          out_row[w] = low | high << 16;
+          for (int w = 0; w < Slot::ROW_WORDS; w++) {
+            const uint low = halves[min(entry + 2 * w, uint(K / GROUP - 1))];
+            const uint high = halves[min(entry + 2 * w + 1, uint(K / GROUP - 1))];
+            out_row[w] = low | high << 16;
+          }
         }
       }
     }

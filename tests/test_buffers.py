@@ -184,6 +184,8 @@ def test_buffers_that_begin_in_one_array_are_written_apart(writer):
     sides = [side for cache in caches for side in cache.buffers()]
     room = caches[0].capacity()
     assert {side.shape for side in sides} == {(1, HEADS, room, DIM)}
+    places = np.array([np.asarray(side).ctypes.data for side in sides])
+    assert (np.diff(places) == sides[0].nbytes).all()
     for number, side in enumerate(sides):
         memory = np.asarray(side)
         assert memory.flags.c_contiguous and not memory.any()

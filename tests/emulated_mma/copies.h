@@ -1,5 +1,5 @@
-// metal_kernels/copies.h without CUDA's instructions: a copy is there when its set is waited for, and
-// not before.
+// metal_kernels/copies.h without CUDA's instructions: a copy is there at once, so that whether it is
+// waited for does not show here.
 
 template <int BYTES>
 inline void copy_ahead(threadgroup uint* out, const device void* from, bool live) {

@@ -110,7 +110,7 @@ inline void gemv_integer(
   // Asked for before x is staged, which takes as long as the trip to memory.
   MmaBatch<Shape, UNROLL, TILES> current;
   constexpr int SLOT = MmaSlot<T, BITS, GROUP, K, M, UNROLL, TILES>::VECTORS;
-  const MmaQueue<T> queue =
+  MmaQueue<T> queue =
       queue_of<T, SLOT, QUEUE>(queued, weight, scales, biases, first, second, simdgroup);
   if constexpr (QUEUE > 0) {
     ask_ahead<T, BITS, GROUP, K, N, M, UNROLL, TILES, KSPLIT, QUEUE, false>(

@@ -35,6 +35,7 @@ struct MmaQueue {
   const device T* biases;
   uint first;
   uint second;
+  Copies copies;
 };
 
 template <typename T, int SLOT, int QUEUE>
@@ -65,7 +66,7 @@ inline uint queue_row(const thread MmaQueue<T>& queue, int i, uint line) {
 // Asks for a batch, or for nothing past the last: zeros that nobody waits for might come late. The lanes
 // copy a row's bytes side by side.
 template <typename T, int BITS, int GROUP, int K, int N, int M, int UNROLL, int TILES>
-inline void ask_batch(const thread MmaQueue<T>& queue, int slot, int batch, uint lane) {
+inline void ask_batch(thread MmaQueue<T>& queue, int slot, int batch, uint lane) {
   typedef MmaSlot<T, BITS, GROUP, K, M, UNROLL, TILES> Slot;
   typedef typename Slot::Shape Shape;
   constexpr int BATCHES = (K + Shape::BATCH - 1) / Shape::BATCH;
@@ -85,7 +86,7 @@ inline void ask_batch(const thread MmaQueue<T>& queue, int slot, int batch, uint
       const uint row = queue_row<T, N>(queue, i, line);
       const uint place = queue_place(line * 4 + vector % 4, chunk);
       copy_ahead<16>(
-          out + ((chunk * TILES * 2 + i) * 32 + int(place)) * 4,
+          queue.copies, out + ((chunk * TILES * 2 + i) * 32 + int(place)) * 4,
           queue.weight + (row * (K * BITS / 32) + uint(batch * ROW_VECTORS + vector) * 4),
           inside);
     }
@@ -101,7 +102,7 @@ inline void ask_batch(const thread MmaQueue<T>& queue, int slot, int batch, uint
             out + Slot::WEIGHTS * 4 +
             ((int(lane) / 16 * TILES + i) * 16 + int(lane) % 16) * Slot::ROW_WORDS;
         if constexpr (Slot::WHOLE) {
-          copy_ahead<Slot::ENTRIES * 2>(out_row, entries + (first + entry), true);
+          copy_ahead<Slot::ENTRIES * 2>(queue.copies, out_row, entries + (first + entry), true);
         } else {
           const device ushort* halves = reinterpret_cast<const device ushort*>(entries) + first;
 #pragma unroll
@@ -114,7 +115,7 @@ inline void ask_batch(const thread MmaQueue<T>& queue, int slot, int batch, uint
       }
     }
   }
-  end_copies();
+  end_copies(queue.copies);
 }
 
 // Bytes that a simdgroup asks for before it waits and stages x. More would stand before the loads of x,
@@ -127,7 +128,7 @@ constant constexpr int EARLY_BYTES = 4608;
 template <
     typename T, int BITS, int GROUP, int K, int N, int M, int UNROLL, int TILES, int KSPLIT,
     int QUEUE, bool LATE>
-inline void ask_ahead(const thread MmaQueue<T>& queue, uint simdgroup, uint lane) {
+inline void ask_ahead(thread MmaQueue<T>& queue, uint simdgroup, uint lane) {
   constexpr int BYTES = 16 * MmaSlot<T, BITS, GROUP, K, M, UNROLL, TILES>::VECTORS;
 #pragma unroll
   for (int i = 0; i < QUEUE; i++) {
@@ -142,14 +143,14 @@ inline void ask_ahead(const thread MmaQueue<T>& queue, uint simdgroup, uint lane
 // A batch that was asked for, which then makes room for another.
 template <typename T, int BITS, int GROUP, int K, int M, int UNROLL, int TILES, int QUEUE>
 inline void take_batch(
-    const thread MmaQueue<T>& queue,
+    thread MmaQueue<T>& queue,
     int slot,
     int entry_word,
     uint lane,
     thread MmaBatch<MmaShape<T, BITS, GROUP, K, M, UNROLL>, UNROLL, TILES>& out) {
   typedef MmaSlot<T, BITS, GROUP, K, M, UNROLL, TILES> Slot;
   typedef typename Slot::Shape Shape;
-  wait_for_copies<QUEUE - 1>();
+  wait_for_copies<QUEUE - 1>(queue.copies);
   simdgroup_barrier(mem_flags::mem_threadgroup);
   const threadgroup vec<uint, 4>* from = queue.slots + slot * Slot::VECTORS;
 #pragma unroll

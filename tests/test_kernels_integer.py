@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -23,6 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from husky_mlx import emulator
+from husky_mlx.emulator.errors import EmulatorError
 from husky_mlx.kernel_source import kernel_source
 from husky_mlx.tiles import GemvShape, GemvTile
 
@@ -156,3 +158,32 @@ def test_any_matrix(seed, format_, m, groups, rows, tile):
     bound = np.abs(weights.exact).sum(axis=-1) * np.abs(exact(x)).max() / 65024
     found = exact(product(x, weights, bits, group, tile))
     assert (np.abs(found - wanted) <= bound * 1.01 + 1e-6 * np.abs(wanted).max()).all()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        ("wait_for_copies<QUEUE - 1>", "wait_for_copies<QUEUE>", "uninitialised read"),
+        ("end_copies(queue.copies);", "", "uninitialised read"),
+        # The scales come from other lanes.
+        (
+            "(queue.copies);\nsimdgroup_barrier(mem_flags::mem_threadgroup);",
+            "(queue.copies);",
+            "race",
+        ),
+    ],
+)
+def test_what_a_queue_does_not_wait_for_is_found(monkeypatch, old, new, found):
+    def planted(op, **how):
+        source = kernel_source(op, **how)
+        assert source.header.count(old) == 1
+        return replace(source, header=source.header.replace(old, new))
+
+    rng = np.random.default_rng(3)
+    weights = random_weights(rng, 32, 512, 4, 64, mx.bfloat16)
+    x = normal(rng, (1, 512), mx.bfloat16)
+    tile = GemvTile(16, 2, 1, 2, integer=True, queue=1)
+    check(product(x, weights, 4, 64, tile), exact(x) @ weights.exact.T, tolerance=1e-4)
+    monkeypatch.setattr("gemv_reference.kernel_source", planted)
+    with pytest.raises(EmulatorError, match=found):
+        product(x, weights, 4, 64, tile)

@@ -38,6 +38,7 @@ struct MmaQueue {
   Copies copies;
 };
 
+// The queue of a simdgroup; `queued` has QUEUE slots of SLOT vectors for each. The rest as find_rows.
 template <typename T, int SLOT, int QUEUE>
 inline MmaQueue<T> queue_of(
     threadgroup float4* queued,

@@ -79,24 +79,43 @@ def handles(state: Sequence[Any]) -> tuple[Any, ...]:
 _TOGETHER = 64 << 20
 
 
-def allocate_together(
+def allocate_first(
     caches: Sequence[CacheBuffers], tokens: int, kv_heads: int, head_dim: int, dtype: mx.Dtype
 ) -> None:
-    """First buffers of caches that are all empty, in one array if that is small: a model's first
-    launch instead of two for each layer."""
-    shapes = {(c.sequences(), kv_heads, c.capacity_for(tokens), head_dim) for c in caches}
-    shape = shapes.pop()
+    """First buffers for ``tokens`` tokens of those caches that are empty: where all are, and need
+    little and the same, in one array, which is one launch instead of two for each layer."""
+    empty = [cache for cache in caches if cache.empty()]
+    shapes = {(c.sequences(), kv_heads, c.capacity_for(tokens), head_dim) for c in empty}
     count = 2 * len(caches)
-    small = count * math.prod(shape) * dtype.size <= _TOGETHER
-    if shapes or not small or not all(cache.empty() for cache in caches):
+    alike = len(empty) == len(caches) and len(shapes) == 1
+    if not alike or count * math.prod(*shapes) * dtype.size > _TOGETHER:
+        for cache in empty:
+            cache.allocate(tokens, kv_heads, head_dim, dtype)
         return
     for cache in caches:
         check_limit(tokens, cache.limit)
-    whole = mx.contiguous(mx.broadcast_to(_zero_row(head_dim, dtype), (count, *shape)))
     # Views: an index would gather.
-    parts = [part.squeeze(0) for part in mx.split(whole, count)]
+    parts = [part.squeeze(0) for part in mx.split(_zeros((count, *shapes.pop()), dtype), count)]
     for cache, keys, values in zip(caches, parts[::2], parts[1::2], strict=True):
         cache._take((keys, values))
+
+
+def open_rows(
+    caches: Sequence[CacheBuffers], tokens: int, kv_heads: int, head_dim: int, dtype: mx.Dtype
+) -> list[tuple[int, int]]:
+    """``begin_step`` of each cache for kernels that write in place, into empty ones too."""
+    for cache in caches:
+        cache.settle()
+    allocate_first(caches, tokens, kv_heads, head_dim, dtype)
+    slots = [cache.begin_step(tokens) for cache in caches]
+    for cache, (slot, _) in zip(caches, slots, strict=True):
+        cache.allow_writing(slot, dtype)
+    return slots
+
+
+def _zeros(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+    # A broadcast row is seen from everywhere until something copies it.
+    return mx.contiguous(mx.broadcast_to(_zero_row(shape[-1], dtype), shape))
 
 
 @functools.cache
@@ -233,20 +252,7 @@ class CacheBuffers:
         """First buffers for ``tokens`` tokens of each sequence, or for as many as are expected."""
         check_limit(tokens, self.limit)
         shape = (self.sequences(), kv_heads, self.capacity_for(tokens), head_dim)
-        # A broadcast row is seen from everywhere until something copies it.
-        row = _zero_row(head_dim, dtype)
-        self._take(mx.contiguous(mx.broadcast_to(row, shape)) for _ in range(2))
-
-    def open_rows(
-        self, tokens: int, kv_heads: int, head_dim: int, dtype: mx.Dtype
-    ) -> tuple[int, int]:
-        """``begin_step`` for a kernel that writes in place, into an empty cache too."""
-        self.settle()
-        if self.empty():
-            self.allocate(tokens, kv_heads, head_dim, dtype)
-        slot = self.begin_step(tokens)
-        self.allow_writing(slot[0], dtype)
-        return slot
+        self._take(_zeros(shape, dtype) for _ in range(2))
 
     def close_rows(self, tokens: int, ordering: mx.array) -> None:
         """The kernels that ``ordering`` waits for write ``tokens`` of the rows that were opened."""

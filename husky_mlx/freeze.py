@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from husky_mlx.buffers import allocate_together
+from husky_mlx.buffers import allocate_first
 from husky_mlx.cache import BatchKVCache, KVCache, check_layout
 from husky_mlx.chain import ChainError
 from husky_mlx.compiled import compiled_if
@@ -77,10 +77,7 @@ class DecodeStep:
     def allocate(self, caches: Sequence[KVCache]) -> None:
         """Give empty caches of one sequence their first buffers."""
         assert self._dtype is not None  # a step that writes in place knows it
-        allocate_together(caches, self.longest, *self._kv_heads, self._dtype)
-        for cache in caches:
-            if cache.empty():
-                cache.allocate(self.longest, *self._kv_heads, self._dtype)
+        allocate_first(caches, self.longest, *self._kv_heads, self._dtype)
 
     def logits(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """(B, L) token ids -> logits (B, L, vocabulary); each cache gains L rows."""

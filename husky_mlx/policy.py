@@ -226,9 +226,8 @@ def chain_memory(chip: Chip) -> int:
 
 
 def chained_attention(shape: AttentionShape, chip: Chip) -> AttentionTile:
-    """The tile of attention in a chain: fewer rows at once, for half the registers."""
-    tile = policy("attention_decode", shape, 16, chip)
-    return replace(tile, unroll=1)
+    """The tile of attention in a chain: the fewest rows at once, for a block's few registers."""
+    return replace(policy("attention_decode", shape, 16, chip), unroll=1)
 
 
 def chains_steps(chip: Chip, itemsize: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from husky_mlx.buffers import CacheBuffers, allocate_together, check_layout
+from husky_mlx.buffers import CacheBuffers, check_layout, open_rows
 from husky_mlx.compiled import compiled_if
 from husky_mlx.config import LlamaConfig
 from husky_mlx.fused import ordered
@@ -84,8 +84,7 @@ class Prefill:
         length, start = tokens.shape[1], caches[0].rows()
         rows, frozen = self._padded(length, caches[0])
         shape = (heads.kv_heads, heads.head_dim, matrices.embedding.dtype)
-        allocate_together(caches, rows, *shape)
-        slots = [cache.open_rows(rows, *shape) for cache in caches]
+        slots = open_rows(caches, rows, *shape)
         place = make_place(*slots[0], start, None)
         room = IN_FLIGHT - rows * products.row_bytes()
         waiting = _Waiting(room, max(LEAST_PIECE, room // 3))

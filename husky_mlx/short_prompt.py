@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from husky_mlx.buffers import CacheBuffers, allocate_together
+from husky_mlx.buffers import CacheBuffers, open_rows
 from husky_mlx.compiled import compiled_if
 from husky_mlx.fused import FusedGraph
 from husky_mlx.places import make_place
@@ -37,9 +37,7 @@ class ShortPrompt:
         length, start = tokens.shape[1], caches[0].rows()
         padded = self._padded(length)
         heads = graph.weights.heads
-        shape = (heads.kv_heads, heads.head_dim, graph.dtype)
-        allocate_together(caches, padded, *shape)
-        slots = [cache.open_rows(padded, *shape) for cache in caches]
+        slots = open_rows(caches, padded, heads.kv_heads, heads.head_dim, graph.dtype)
         place = make_place(*slots[0], start, None, last=length - 1)
         token, logits, ordering = self._prompt(
             mx.pad(tokens.astype(mx.uint32), [(0, 0), (0, padded - length)]),

@@ -174,8 +174,15 @@ def test_steps_append_and_nothing_is_evaluated_or_copied_by_them(writer, copies)
 
 def begun_together(tokens=3, count=3, make=KVCache):
     caches = [make() for _ in range(count)]
-    buffers.allocate_together(caches, tokens, HEADS, DIM, mx.float32)
+    buffers.allocate_first(caches, tokens, HEADS, DIM, mx.float32)
     return caches
+
+
+def in_one_array(caches):
+    """Whether the buffers, which all are there, lie one after the other."""
+    sides = [np.asarray(side) for cache in caches for side in cache.buffers()]
+    places = np.array([side.ctypes.data for side in sides])
+    return bool((np.diff(places) == [side.nbytes for side in sides[:-1]]).all())
 
 
 def test_buffers_that_begin_in_one_array_are_written_apart(writer):
@@ -184,8 +191,7 @@ def test_buffers_that_begin_in_one_array_are_written_apart(writer):
     sides = [side for cache in caches for side in cache.buffers()]
     room = caches[0].capacity()
     assert {side.shape for side in sides} == {(1, HEADS, room, DIM)}
-    places = np.array([np.asarray(side).ctypes.data for side in sides])
-    assert (np.diff(places) == sides[0].nbytes).all()
+    assert in_one_array(caches)
     for number, side in enumerate(sides):
         memory = np.asarray(side)
         assert memory.flags.c_contiguous and not memory.any()
@@ -212,15 +218,18 @@ def test_steps_on_buffers_that_begin_in_one_array(writer, copies):
 def test_only_small_buffers_of_one_shape_begin_in_one_array(monkeypatch):
     different = [KVCache(), KVCache()]
     different[1].expect(1000)
-    buffers.allocate_together(different, 3, HEADS, DIM, mx.float32)
-    assert all(cache.empty() for cache in different)
+    buffers.allocate_first(different, 3, HEADS, DIM, mx.float32)
+    assert not in_one_array(different)
     begun = [KVCache(), *begun_together(count=1)]
-    buffers.allocate_together(begun, 3, HEADS, DIM, mx.float32)
-    assert begun[0].empty()
+    kept = begun[1].buffers()
+    buffers.allocate_first(begun, 3, HEADS, DIM, mx.float32)
+    assert not in_one_array(begun) and all(
+        a is b for a, b in zip(begun[1].buffers(), kept, strict=True)
+    )
     three = 6 * HEADS * begun[1].capacity() * DIM * 4
     monkeypatch.setattr(buffers, "_TOGETHER", three - 1)
-    assert all(cache.empty() for cache in begun_together())
-    assert not any(cache.empty() for cache in begun_together(count=2))
+    assert not in_one_array(begun_together())
+    assert in_one_array(begun_together(count=2))
 
 
 def test_a_limit_holds_where_buffers_begin_in_one_array():

@@ -114,7 +114,9 @@ class Frozen:
         step = self._step
         if step is None:
             return None
-        if prompt and (length > step.longest or type(caches[0]) is BatchKVCache):
+        # Before it was built nobody knew whether it takes prompts: the reference path does.
+        without = step.prefill is None
+        if prompt and (without or length > step.longest or type(caches[0]) is BatchKVCache):
             return step.prefill
         if prompt:
             step.allocate(caches)

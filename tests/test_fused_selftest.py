@@ -179,6 +179,19 @@ def test_writes_that_the_device_loses_are_caught(tested_on, monkeypatch):
         build_model(FIX_A, weights_of(FIX_A)).prepare()
 
 
+def test_a_first_token_where_the_step_turns_out_to_have_no_kernels(tested_on, plant):
+    """A prompt of one token is what builds the step, here after the weights changed."""
+    tested_on()
+    plant("norm_rope_append", "head < HEADS ? q_norm : k_norm", "k_norm")
+    weights = weights_of(QWEN3)
+    with pytest.warns(UserWarning, match="fused kernels are off"):
+        model = build_model(QWEN3, dict(weights))
+        decode(model, PROMPT, 1)
+    model._frozen.invalidate()
+    tokens, _ = decode(model, PROMPT[:1], 3)
+    assert tokens == expected(QWEN3, weights, PROMPT[:1], 3)
+
+
 def test_a_fault_in_further_rows_is_found_before_they_serve(tested_on, plant):
     """Not at load, and in the middle of a conversation: its cache goes on."""
     tested_on()
